@@ -35,6 +35,7 @@ def facts() -> dict[str, Any]:
         "driver": driver(),
         "cuda": torch.version.cuda,
         "gpu_memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
     }
 
 

@@ -20,6 +20,7 @@ from cbengine.errors import UsageError
 from cbengine.measure import probes, provenance
 from cbengine.measure.probes import EqualStepTimes, ProbeTable, Reach
 from cbsim.cost.base import PHASES, PhaseCost
+from cbsim.cost.fitted import uneven
 from cbsim.errors import ScenarioError
 from cbsim.files import access
 from cbsim.record import environment
@@ -28,7 +29,7 @@ from cbsim.scenario import documents
 from cbsim.scenario.costs import Coefficients, FitErrors, read_whole, sealed
 from cbsim.scenario.scenario import Scenario
 
-GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s")
+GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s", "per_uneven_token_s")
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of the kernels' terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
 CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields if term != "per_draft")  # which no probe has
@@ -91,6 +92,7 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
     coefficients |= {"launch_overlap_s": _rounded(max(0.0, -begins_ns)), "h2d_s": _rounded(max(0.0, begins_ns))}
     coefficients["wake_s"] = _rounded(float(np.median(alone.column("d2h"))))
     coefficients |= {"gap_s": float(f"{table.gap_s:.6g}"), "contention": {"gpu": contention}}
+    coefficients["unsplit_rows"] = float(f"{table.unsplit_rows:.6g}")
     eager, fits = alone.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:
@@ -112,7 +114,9 @@ def _kernels(table: ProbeTable, contention: float) -> tuple[dict[str, Any], Fit]
     tokens, context = table.column("tokens"), table.column("context")
     sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
     curves = [*hats(tokens, sizes), *hats(context, [0, *contexts])[1:]]  # without context, nothing is read
-    columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED)])
+    reads = zip(table.column("decodes"), context, table.column("longest"), strict=True)
+    excess = np.array([uneven(*step, table.unsplit_rows) for step in reads])
+    columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED), excess])
     free = table.column("bound") == 0
     eager, idle = table.column("eager"), 1 - table.column("ahead")
     waited, part = 0.0, contention / (1 + contention)
@@ -193,7 +197,7 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
         raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {error}") from None
     if (origin := coefficients.calibrated) is None:
         raise UsageError(f"{path}: not a calibration: calibrated: is required")
-    steps.gap_s = float(coefficients.gap_s)
+    steps.gap_s, steps.unsplit_rows = float(coefficients.gap_s), float(coefficients.unsplit_rows)
     if origin.equal_steps:
         steps.equal = EqualStepTimes(**origin.equal_steps.model_dump())
     return _written(path, origin.model_dump(exclude={*RANGE, "fits"}), calibration(steps, layers))

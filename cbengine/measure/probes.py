@@ -19,6 +19,7 @@ from cbengine import build
 from cbengine.batch import Load
 from cbengine.build import Setup
 from cbengine.errors import UsageError
+from cbengine.model.ops import PARTS_PER_MULTIPROCESSOR
 from cbsim.cost.base import PHASES, changes
 from cbsim.cost.fitted import work
 from cbsim.errors import ScenarioError
@@ -75,6 +76,7 @@ class ProbeStep(NamedTuple):
     pairs: float
     decodes: int
     context: int
+    longest: int
     requests: int
     query_tokens: int  # without padding
     blocks: int  # in the tables of its rows
@@ -113,11 +115,14 @@ class EqualStepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ProbeTable:
-    """The steps of all probes, the gap between two, a graph's time to capture, and how both loops compare."""
+    """The steps of all probes; beside them the gap between two, a graph's time to capture, the decoding rows that fill
+    the device, and how both loops compare.
+    """
 
     lines: list[ProbeStep] = field(default_factory=list)
     gap_s: float = 0.0
     capture_s: float = 0.0
+    unsplit_rows: float = 0.0
     equal: EqualStepTimes | None = None
 
     def add_ahead(self, plans: Sequence[StepPlan], steps: Steps, sizes: Sequence[int]) -> None:
@@ -166,10 +171,10 @@ class ProbeTable:
     @classmethod
     def of(cls, table: pa.Table) -> Self:
         """Read what `arrow` made. Raises KeyError for a missing column, ValueError for what is no count or time."""
-        older = {"ahead"} - set(table.column_names)  # columns that older files lack
-        names = [name for name in ProbeStep._fields if name not in older]
-        columns = [table.column(name).to_pylist() for name in names]
-        for name, values in zip(names, columns, strict=True):
+        older = {"ahead", "longest"} - set(table.column_names)  # columns that older files lack
+        absent = [0] * len(table)
+        columns = [absent if name in older else table.column(name).to_pylist() for name in ProbeStep._fields]
+        for name, values in zip(ProbeStep._fields, columns, strict=True):
             numbers = np.array(values, dtype=np.float64)
             least = 1 if name in ("tokens", "compute") else -LARGEST_WHOLE if name == "h2d" else 0
             if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
@@ -245,6 +250,7 @@ def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Calla
         plans, steps, facts = _run(ready, "sync", setup)
         table.lines += _lines(plans, steps, sizes)
         table.capture_s = max(table.capture_s, facts.get("capture_s", 0.0))
+        table.unsplit_rows = PARTS_PER_MULTIPROCESSOR * facts.get("multiprocessors", 0) / ready.model.kv_heads
         if probe.ahead:
             plans, ahead, _ = _run(ready, "async", setup)
             table.add_ahead(plans, ahead, sizes)

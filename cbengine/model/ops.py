@@ -11,6 +11,8 @@ from torch import Tensor
 
 from cbsim.policy.groups import FULL, Attention, Sight
 
+PARTS_PER_MULTIPROCESSOR = 2  # decode programs to aim for: on an H200 more of them, or a second wave, were slower
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

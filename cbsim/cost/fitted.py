@@ -10,7 +10,8 @@ The cost model `constant`: a fixed time plus linear terms. It is the textbook's,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from math import log2
+from typing import Final, NamedTuple
 
 from cbsim.cost.base import NS, CpuCost, cpu_cost, nanoseconds
 from cbsim.cost.table import Ladder
@@ -21,8 +22,9 @@ from cbsim.scenario.scenario import Scenario
 
 TERMS = (  # in the order of FittedCost
     *("per_chunk", "per_prefill_token", "per_cached_token", "per_prefill_attention"),
-    *("per_decode_row", "per_context_token", "h2d", "d2h"),
+    *("per_decode_row", "per_context_token", "h2d", "d2h", "per_uneven_token"),
 )
+MOST_SPLITS: Final = 64  # the engine's reduction holds this many partial outputs of a head in registers
 
 
 class Work(NamedTuple):
@@ -30,7 +32,8 @@ class Work(NamedTuple):
 
     `tokens` are the query tokens computed, padding to a CUDA graph included; `cached` the tokens in the cache before
     its chunks; `pairs` the query tokens of the chunks times the KV tokens that each attends to, itself included;
-    `context` the KV tokens that decoding rows read, their own included. `decodes` and all else count padding, too.
+    `context` the KV tokens that decoding rows read, their own included, `longest` those of the row that reads most.
+    `decodes` and all else count padding, too.
     """
 
     tokens: int
@@ -40,6 +43,7 @@ class Work(NamedTuple):
     pairs: float
     decodes: int
     context: int
+    longest: int
 
 
 def work(plan: StepPlan, tokens: int) -> Work:
@@ -53,7 +57,24 @@ def work(plan: StepPlan, tokens: int) -> Work:
         pairs += width * c.start + width * (width + 1) / 2
     rows = planned.decodes + planned.padding_rows
     context = planned.decode_context + rows + planned.padding_context
-    return Work(tokens, len(planned.chunks), prefill, cached, pairs, tokens - prefill, context)
+    longest = planned.longest_context + 1 if planned.decodes else 0
+    return Work(tokens, len(planned.chunks), prefill, cached, pairs, tokens - prefill, context, longest)
+
+
+def splits(times: float) -> int:
+    """Return into how many parts the engine's attention splits every decoding row on a device that `times` as many rows
+    would fill: the power of two that is nearest, in ratio.
+    """
+    return min(1 << max(0, round(log2(times))), MOST_SPLITS)
+
+
+def uneven(decodes: float, context: float, longest: float, unsplit_rows: float) -> float:
+    """Return by how many KV tokens the longest part of a decoding row exceeds an even share of what `unsplit_rows`, the
+    rows that fill the device, have to read: attention ends with its longest part. 0 if that number is unknown.
+    """
+    if not (decodes and unsplit_rows):
+        return 0.0
+    return max(0.0, longest / splits(unsplit_rows / decodes) - context / unsplit_rows)
 
 
 class Curve:
@@ -75,6 +96,7 @@ class FittedCost:
 
     cpu_ns: CpuCost
     launch_ns: int  # CPU time to launch the kernels of a step one by one
+    unsplit_rows: float
     base: float
     query_tokens: Curve
     context_tokens: Curve
@@ -86,6 +108,7 @@ class FittedCost:
     per_context_token: float
     h2d: float
     d2h: float
+    per_uneven_token: float
 
     def gpu_ns(self, plan: StepPlan, tokens: int) -> tuple[int, int, int]:
         if not plan.work.rows:
@@ -93,6 +116,7 @@ class FittedCost:
         does = work(plan, tokens)
         kernels = self.base + self.query_tokens(does.tokens) + self.context_tokens(does.context)
         kernels += self.per_decode_row * does.decodes + self.per_context_token * does.context
+        kernels += self.per_uneven_token * uneven(does.decodes, does.context, does.longest, self.unsplit_rows)
         if does.chunks:
             kernels += self.per_chunk * does.chunks + self.per_prefill_token * does.prefill_tokens
             kernels += self.per_cached_token * does.cached + self.per_prefill_pair * does.pairs
@@ -135,7 +159,7 @@ def fitted(scenario: Scenario, settings: FittedSettings) -> FittedCost:
     curves = _curve(settings.query_tokens), _curve(settings.context_tokens)
     launch_ns = round(settings.launch_s_per_layer * scenario.model.layers * NS)
     terms = nanoseconds(settings, *TERMS)
-    return FittedCost(cpu_cost(settings.cpu), launch_ns, settings.base_s * NS, *curves, *terms)
+    return FittedCost(cpu_cost(settings.cpu), launch_ns, settings.unsplit_rows, settings.base_s * NS, *curves, *terms)
 
 
 def _curve(points: Sequence[CurvePoint]) -> Curve:

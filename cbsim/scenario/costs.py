@@ -322,6 +322,10 @@ class Coefficients(Frozen):
     per_cached_token_s: Seconds = 0.0  #: Seconds a token in the cache before a prefill's chunk.
     per_decode_row_s: Seconds = 0.0  #: Seconds a decoding request, those that pad a CUDA graph included.
     per_context_token_s: Seconds = 0.0  #: Seconds a cached token read by a decoding request.
+    per_uneven_token_s: Seconds = 0.0
+    """Seconds a cached token by which the longest part of a decoding request exceeds an even share of all of them."""
+    unsplit_rows: Annotated[Real, Field(ge=0)] = 0.0
+    """Decoding requests that fill the device: attention splits each of fewer into 2, 4, 8 ... parts. 0: unknown."""
     launch_overlap_s: Seconds = 0.0
     """Seconds by which the kernels of a replayed step begin before the CPU has launched it, on an idle device."""
     h2d_s: Seconds = 0.0  #: Seconds from the launch of a step to the start of its kernels on an idle device.

@@ -28,8 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps
+from cbengine.model.kernels.triton_ops import TritonOps
 from cbengine.model.ops import Rows
+from cbsim.cost.fitted import MOST_SPLITS
 from cbsim.policy.groups import FULL, Attention, Sight
 from cbsim.scenario import shapes
 from cbsim.scenario.shapes import ModelShape

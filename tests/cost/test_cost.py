@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from support.plans import SPEC, padded, plan
 
 import cbsim
 from cbsim.cost.base import Cost, CpuCost, PhaseCost, nearest
-from cbsim.cost.fitted import ConstantCost, Curve, FittedCost
+from cbsim.cost.fitted import ConstantCost, Curve, FittedCost, splits
 from cbsim.cost.roofline import Rates, RooflineCost, Weights
 from cbsim.errors import ScenarioError
 from cbsim.runs import assemble
@@ -78,6 +80,8 @@ FITTED = FittedCost(
     per_context_token=1,
     h2d=2,
     d2h=3,
+    per_uneven_token=7,
+    unsplit_rows=0,
     launch_ns=77,
 )
 
@@ -101,6 +105,22 @@ def test_fitted_pays_for_the_padding_of_a_static_batch() -> None:
 def test_fitted_pays_for_the_padding_of_a_graph() -> None:
     """Two rows computed as 8 are 8 rows to the kernels; those that pad have nothing to read."""
     assert FITTED.gpu_ns(plan(2, 300), 8) == (2, 1000 + 800 + 302, 3)
+
+
+def test_fitted_pays_for_the_longest_part_of_a_decoding_row() -> None:
+    """32 rows fill the device. Two of them are split into 16 parts: the longest, of 6,400 tokens, into parts of 400. An
+    even share of all 8,000 tokens is 250, so that the device ends 150 tokens later, 7 ns each. Of 64 rows none is
+    split. Nothing is added to rows that are alike, or where it is unknown how many fill the device.
+    """
+    cost = replace(FITTED, unsplit_rows=32)
+    two = plan(2, 7998, longest_context=6399)
+    assert cost.gpu_ns(two, 2)[1] - FITTED.gpu_ns(two, 2)[1] == 150 * 7
+    many = plan(64, 64 * 99, longest_context=999)
+    assert cost.gpu_ns(many, 64)[1] - FITTED.gpu_ns(many, 64)[1] == (1000 - 200) * 7
+    for rows in (1, 2, 16, 32):
+        alike = plan(rows, rows * 99, longest_context=99)
+        assert cost.gpu_ns(alike, rows) == FITTED.gpu_ns(alike, rows)
+    assert [splits(times) for times in (1e-3, 1.4, 1.5, 2.8, 2.9, 1e9)] == [1, 1, 2, 2, 4, 64]
 
 
 def test_a_curve_is_straight_between_its_points() -> None:

@@ -37,8 +37,16 @@ def costs(draw: st.DrawFn) -> Cost:
     if kind == "constant":
         return ConstantCost(cpu, term(), term(), term(), term())
     if kind == "fitted":
-        terms = ("chunk", "prefill_token", "cached_token", "prefill_pair", "decode_row", "context_token")
-        names = ("base", *(f"per_{name}" for name in terms), "h2d", "d2h")
+        terms = (
+            "chunk",
+            "prefill_token",
+            "cached_token",
+            "prefill_pair",
+            "decode_row",
+            "context_token",
+            "uneven_token",
+        )
+        names = ("base", "unsplit_rows", *(f"per_{name}" for name in terms), "h2d", "d2h")
         curves = [Curve([0, 10], sorted((term(), term()))) for _ in range(2)]
         terms_of = {name: term() for name in names}
         launch_ns = draw(st.integers(0, 40))

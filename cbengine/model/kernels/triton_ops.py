@@ -8,8 +8,6 @@ them, so that both give the same tokens; hence no fused multiply-adds either. Al
 
 from __future__ import annotations
 
-from math import log2
-
 import torch
 import triton
 import triton.language as tl
@@ -18,15 +16,14 @@ from torch import Tensor
 from cbengine.errors import UsageError
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.attention import DECODE, PREFILL, Tiles, fitted
-from cbengine.model.ops import Rows, TorchOps
+from cbengine.model.ops import PARTS_PER_MULTIPROCESSOR, Rows, TorchOps
+from cbsim.cost.fitted import splits as nearest_splits
 from cbsim.policy.groups import FULL, Attention
 
 WIDTHS = (16, 32, 64, 128)
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 NORM_ELEMENTS = 512  # elements of a warp: 16 a thread, two loads of 16 bytes in bf16
 HEADS = 8  # heads of a token in one program: enough programs for a batch of 32, two warps with 16-byte loads at D = 128
-PARTS_PER_MULTIPROCESSOR = 2  # decode programs to aim for: on an H200 more of them, or a second wave, were slower
-MOST_SPLITS = 64  # the reduction holds this many partial outputs of a head in registers
 GATE_ELEMENTS = 1024  # elements of a program of four warps: one 16-byte load a thread in bf16
 
 
@@ -217,7 +214,7 @@ class TritonOps(TorchOps):
 
     def _splits(self, programs: int) -> int:
         """Return the power of two that brings `programs` nearest to the number that the device is to run, in ratio."""
-        return self._given_splits or min(1 << max(0, round(log2(self._parts / programs))), MOST_SPLITS)
+        return self._given_splits or nearest_splits(self._parts / programs)
 
     def _scratch_for(self, queries: Tensor, kv_heads: int, programs: int) -> tuple[Tensor, Tensor]:
         """Return outputs and log-sums for any split batch of this shape, never freed: captured graphs write to them."""

@@ -8,10 +8,12 @@ import contextlib
 import io
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,12 +61,14 @@ def test_the_simulator_makes_of_them_what_was_measured(seed: int) -> None:
     bend in the matrix products.
     """
     model = simulated(made_up(900, seed, 0.05))
-    few, many = (plan((), decodes=n, decode_context=n * 200) for n in (4, 16))
-    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 90, (), 0),), decodes=4, decode_context=4 * 100)
+    few, many = (plan((), decodes=n, decode_context=n * 200, longest_context=400) for n in (4, 16))
+    even = plan((), decodes=16, decode_context=16 * 200, longest_context=200)
+    mixed = plan((Chunk(spec(0, 90, 4), 0, 20, 90, (), 0),), decodes=4, decode_context=4 * 100, longest_context=100)
     for step, work in (
-        (few, (4, 0, 0, 0, 4, 804)),
-        (many, (16, 0, 0, 0, 16, 3216)),
-        (mixed, (94, 1, 20, 5895, 4, 404)),
+        (few, (4, 0, 0, 0, 4, 804, 401 / 4 - 804 / 12)),
+        (many, (16, 0, 0, 0, 16, 3216, 401 - 3216 / 12)),
+        (even, (16, 0, 0, 0, 16, 3216, 0)),
+        (mixed, (94, 1, 20, 5895, 4, 404, 0)),
     ):
         h2d, kernels, _ = model.gpu_ns(step, work[0])
         assert kernels == pytest.approx(compute_s(*work) * 1e9, rel=0.025)
@@ -84,7 +88,7 @@ def test_a_larger_batch_may_be_the_faster_one() -> None:
     table = made_up(600, 1, 0.0)
     slower = Curve([8, 16, 24], [0, 1e6, 0])
     slow = [line._replace(compute=line.compute + round(slower(min(line.tokens, 24)))) for line in table.lines]
-    curve = calibrate.calibration(ProbeTable(slow), LAYERS).coefficients["query_tokens"]
+    curve = calibrate.calibration(replace(table, lines=slow), LAYERS).coefficients["query_tokens"]
     at = {point["tokens"]: point["s"] for point in curve}
     assert at[16] > at[24] > 0
 
@@ -96,11 +100,10 @@ def test_steps_that_waited_for_their_launches_do_not_count() -> None:
         line._replace(compute=line.compute * 3, bound=True) if i % 3 == 0 else line
         for i, line in enumerate(table.lines)
     ]
-    assert calibrate.calibration(ProbeTable(waited), LAYERS).fits["kernels"].errors.steps == 400
+    late = replace(table, lines=waited)
+    assert calibrate.calibration(late, LAYERS).fits["kernels"].errors.steps == 400
     step = plan((), decodes=8, decode_context=800)
-    assert simulated(ProbeTable(waited)).gpu_ns(step, 8)[1] == pytest.approx(
-        simulated(table).gpu_ns(step, 8)[1], rel=0.01
-    )
+    assert simulated(late).gpu_ns(step, 8)[1] == pytest.approx(simulated(table).gpu_ns(step, 8)[1], rel=0.01)
 
 
 def test_a_curve_has_points_only_where_steps_are() -> None:
@@ -165,6 +168,10 @@ def test_a_file_is_fitted_again_from_the_steps_beside_it(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="was cut short or changed after it was calibrated"):
         calibrate.refit(file, LAYERS)
     file.write_text(whole)
+    older = pq.read_table(calibrate.steps_of(file)).drop_columns(["ahead", "longest"])
+    pq.write_table(older, calibrate.steps_of(file))
+    again = calibrate.refit(file, LAYERS)
+    assert (again["per_uneven_token_s"], again["wake_s"]) == (0, held["wake_s"]), "a file from before these columns"
     calibrate.steps_of(file).write_bytes(b"no table")
     with pytest.raises(UsageError, match=r"8b\.probes\.parquet: not a calibration: "):
         calibrate.refit(file, LAYERS)
@@ -346,9 +353,8 @@ def test_kernels_are_fitted_without_contention() -> None:
     slow = [line._replace(compute=round(line.compute * 1.25), ahead=True) for line in clean.lines if not line.eager]
     kernels_s = float(np.median([line.compute for line in slow])) / 1e9
     equal = EqualStepTimes(9, 1.0, kernels_s, waited_ns / 1e9 - 0.2 * kernels_s)
-    found, right = (
-        calibrate.calibration(one, LAYERS).coefficients for one in (ProbeTable([*late, *slow], equal=equal), clean)
-    )
+    both = replace(clean, lines=[*late, *slow], equal=equal)
+    found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (both, clean))
     assert found["contention"]["gpu"] == pytest.approx(0.25, rel=0.02)
     for curve in ("query_tokens", "context_tokens"):
         assert [p["s"] for p in found[curve]] == pytest.approx([p["s"] for p in right[curve]], rel=0.02, abs=1e-8)
@@ -364,10 +370,9 @@ def test_waiting_for_a_launch_is_no_work_of_the_kernels() -> None:
         for i, line in enumerate(clean.lines)
         if i % 2 == 0 or not line.eager
     ]
-    table = ProbeTable(late, equal=EqualStepTimes(9, 1e-3, 9.6e-4, waited_ns / 1e9))
-    same = ProbeTable(
-        [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
-    )
+    table = replace(clean, lines=late, equal=EqualStepTimes(9, 1e-3, 9.6e-4, waited_ns / 1e9))
+    prompt = [line._replace(compute=line.compute - waited_ns * (not line.eager and not line.ahead)) for line in late]
+    same = replace(clean, lines=prompt)
     found, right = (calibrate.calibration(one, LAYERS).coefficients for one in (table, same))
     assert found["query_tokens"] == right["query_tokens"]
     assert found["context_tokens"] == right["context_tokens"]
@@ -382,12 +387,10 @@ def test_what_eager_steps_wait_for_at_their_start_is_no_work_of_the_kernels() ->
     def waiting(ahead: int) -> ProbeTable:
         """Of three steps so many were launched ahead; what is eager and was not waited 100 us."""
         given = [(line, i % 3 < ahead) for i, line in enumerate(clean.lines)]
-        return ProbeTable(
-            [
-                one._replace(compute=one.compute + 100_000 * (one.eager and not early), ahead=early)
-                for one, early in given
-            ]
-        )
+        lines = [
+            one._replace(compute=one.compute + 100_000 * (one.eager and not early), ahead=early) for one, early in given
+        ]
+        return replace(clean, lines=lines)
 
     found, right, biased = (calibrate.calibration(one, LAYERS).coefficients for one in (waiting(1), clean, waiting(0)))
     assert found["per_chunk_s"] == pytest.approx(right["per_chunk_s"], abs=3e-6)

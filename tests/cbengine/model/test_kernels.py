@@ -14,8 +14,9 @@ from support.engine.ragged import BOUND, DEVICE, Step, attended, lengths_of, sig
 
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.attention import Tiles
-from cbengine.model.kernels.triton_ops import MOST_SPLITS, TritonOps, UnsupportedShapeError
+from cbengine.model.kernels.triton_ops import TritonOps, UnsupportedShapeError
 from cbengine.model.ops import TorchOps
+from cbsim.cost.fitted import MOST_SPLITS
 from cbsim.policy.groups import Attention, Sight
 
 F32, BF16 = torch.float32, torch.bfloat16

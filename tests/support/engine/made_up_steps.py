@@ -9,7 +9,7 @@ import numpy as np
 from cbengine.measure import calibrate
 from cbengine.measure.probes import ProbeStep, ProbeTable
 from cbsim.cost.base import PHASES
-from cbsim.cost.fitted import Curve
+from cbsim.cost.fitted import Curve, uneven
 from cbsim.policy.plan import Chunk, StepPlan
 from cbsim.runs import assemble
 from cbsim.scenario.scenario import Scenario
@@ -21,6 +21,7 @@ KERNELS = {  # seconds
     "per_cached_token_s": 2e-7,
     "per_prefill_attention_s": 4e-8,
     "per_decode_row_s": 5e-5,
+    "per_uneven_token_s": 1e-6,
 }
 MATRICES = Curve([1, 64, 128], [2e-3, 2.5e-3, 6e-3])  # flat, then steep
 READS = Curve([0, 512, 4096], [0.0, 1e-3, 2e-3])
@@ -29,12 +30,13 @@ CPU = {
     for i, phase in enumerate(PHASES)
 }
 LAYERS, EAGER_S = 2, 3e-4
+UNSPLIT_ROWS = 12.0
 H2D, D2H = 7e-6, 9e-6
 
 
-def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int, context: int) -> float:
-    """What the kernels of made-up steps take."""
-    counts = (chunks, cached, pairs, decodes)
+def compute_s(tokens: int, chunks: int, cached: int, pairs: float, decodes: int, context: int, excess: float) -> float:
+    """What the kernels of made-up steps take; `excess` of the longest part of a decoding row."""
+    counts = (chunks, cached, pairs, decodes, excess)
     linear = sum(each * count for each, count in zip(KERNELS.values(), counts, strict=True))
     return linear + MATRICES(tokens) + READS(context)
 
@@ -46,11 +48,13 @@ def made_up(count: int, seed: int, noise: float) -> ProbeTable:
     def ns(seconds: float) -> int:
         return round(seconds * 1e9 * (1 + noise * rng.standard_normal()))
 
-    table = ProbeTable()
+    table = ProbeTable(unsplit_rows=UNSPLIT_ROWS)
     for _ in range(count):
         chunks, decodes = int(rng.integers(0, 3)), int(rng.integers(1, 17))
         prefill, cached = chunks * int(rng.integers(2, 64)), chunks * int(rng.integers(0, 90))
         pairs, context = prefill * float(rng.integers(1, 80)), decodes * int(rng.integers(8, 320))
+        longest = min(context, int(context // decodes * max(1.0, rng.uniform(-2, 4))))  # half are alike
+        excess = uneven(decodes, context, longest, UNSPLIT_ROWS)
         tokens, rows, blocks = prefill + decodes, chunks + decodes, context // 16 + 1
         changes = int(rng.integers(0, 3))
         counts = (1, rows, chunks, changes)
@@ -58,12 +62,13 @@ def made_up(count: int, seed: int, noise: float) -> ProbeTable:
         phases["launch"] += EAGER_S * (chunks > 0)
         table.lines.append(
             ProbeStep(
-                *(tokens, chunks, prefill, cached, pairs, decodes, context, rows, tokens, blocks, changes, context),
+                *(tokens, chunks, prefill, cached, pairs, decodes, context, longest),
+                *(rows, tokens, blocks, changes, context),
                 eager=chunks > 0,
                 bound=False,
                 **{name: ns(seconds) for name, seconds in phases.items()},
                 h2d=ns(H2D),
-                compute=ns(compute_s(tokens, chunks, cached, pairs, decodes, context)),
+                compute=ns(compute_s(tokens, chunks, cached, pairs, decodes, context, excess)),
                 d2h=ns(D2H),
             )
         )
