@@ -41,6 +41,7 @@ CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
 FEW = 8  # the least number of steps between two points of a curve
 ENOUGH = 24  # the least number of steps in all
 OUTLIER = 6.0  # times the median error of a fit
+LATE = 0.1  # share of the kernels' time
 SYSTEMATIC = 0.15  # share of a step's time
 ROUNDS = 5  # of a fit
 
@@ -107,9 +108,10 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
 
 def _kernels(table: ProbeTable, contention: float) -> tuple[dict[str, Any], Fit]:
     """Fit the kernels' time; those launched ahead are longer by `contention`. Steps whose kernels waited for their
-    launches are left out. The wait of a step replayed with none before it is subtracted: it is the time by which equal
-    steps launched ahead are shorter. That of steps launched kernel by kernel with none before them is fitted beside the
-    terms, where others were launched ahead.
+    launches are left out, and eager ones whose launch the system disturbed, so that kernels waited in between: it took
+    longer than usual, the lower quartile, by LATE. The wait of a step replayed with none before it is subtracted: it is
+    the time by which equal steps launched ahead are shorter. That of steps launched kernel by kernel with none before
+    them is fitted beside the terms, where others were launched ahead.
     """
     tokens, context = table.column("tokens"), table.column("context")
     sizes, contexts = points(tokens, SIZES), points(context, CONTEXTS)
@@ -117,8 +119,9 @@ def _kernels(table: ProbeTable, contention: float) -> tuple[dict[str, Any], Fit]
     reads = zip(table.column("decodes"), context, table.column("longest"), strict=True)
     excess = np.array([uneven(*step, table.unsplit_rows) for step in reads])
     columns = np.column_stack([*curves, *(table.column(name) for name in COUNTED), excess])
-    free = table.column("bound") == 0
-    eager, idle = table.column("eager"), 1 - table.column("ahead")
+    eager, idle, launch = table.column("eager"), 1 - table.column("ahead"), table.column("launch")
+    usual = np.quantile(launch[eager > 0], 0.25) if eager.any() else 0.0
+    free = (table.column("bound") == 0) & ((eager == 0) | (launch - usual < LATE * table.column("compute")))
     waited, part = 0.0, contention / (1 + contention)
     if table.equal:
         waited = 1e9 * max(0.0, table.equal.difference_s + part * table.equal.async_s)
