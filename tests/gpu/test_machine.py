@@ -68,6 +68,7 @@ def test_the_gpu_says_what_it_is(cuda: str) -> None:
     torch.cuda.synchronize()
     print({**gpu.facts(), "free_bytes": torch.cuda.mem_get_info()[0], "state": state})
     assert state is not None, "nvidia-smi does not answer"
+    assert gpu.facts()["multiprocessors"] > 0
 
 
 def test_one_kernel(device: str) -> None:

@@ -32,7 +32,7 @@ from cbengine.measure.calibrate import CPU_TERMS, GPU_TERMS
 from cbengine.measure.probes import EqualStepTimes, Probe, ProbeTable, Reach
 from cbsim.cli import parser as simulator
 from cbsim.cost.base import PHASES
-from cbsim.cost.fitted import Curve
+from cbsim.cost.fitted import Curve, splits
 from cbsim.policy.plan import Chunk
 from cbsim.record.record import STEP_COLUMNS
 from cbsim.record.tables import Steps
@@ -488,3 +488,23 @@ def test_what_a_base_scenario_says_of_its_loop_does_not_matter(loop: str) -> Non
     assert table.lines
     assert all(line.requests >= 1 and line.d2h >= 0 and not line.eager for line in table.lines)
     assert ProbeTable.of(table.arrow()).lines == table.lines
+
+
+def test_rows_that_fill_the_device_are_those_that_its_kernel_splits_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs for each multiprocessor, one for each row and head: of so many rows none is split, as the kernel
+    does it. A device that does not say how many it has leaves the term out.
+    """
+    few, base, run = Probe("few", 3, 2, 1, 6, 8, 6), asked("vllm"), probes._run
+    assert probes.measure(base, INLINE, [few], lambda _: None).unsplit_rows == 0
+
+    def on_a_gpu(*args: Any) -> tuple[Any, Any, dict[str, Any]]:
+        plans, steps, facts = run(*args)
+        return plans, steps, facts | {"multiprocessors": 132}
+
+    monkeypatch.setattr(probes, "_run", on_a_gpu)
+    table = probes.measure(base, INLINE, [few], lambda _: None)
+    heads = base.model.kv_heads
+    assert table.unsplit_rows == 264 / heads
+    triton_ops = pytest.importorskip("cbengine.model.kernels.triton_ops", reason="no Triton for this system")
+    for rows in range(1, 300):
+        assert splits(table.unsplit_rows / rows) == triton_ops.TritonOps(132)._splits(rows * heads)
