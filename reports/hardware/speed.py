@@ -1,12 +1,13 @@
 """The speed of a device and of the engine's kernels, size by size; each line is printed and stored when measured.
 
-    python reports/hardware/speed.py copies gemms attention tiles [--model NAME] [--quick] [--out DIR]
+    python reports/hardware/speed.py copies gemms attention tiles uneven [--model NAME] [--quick] [--out DIR]
     python reports/hardware/speed.py loop
 
 copies      to and from the host; what a copy, a read and a large matrix product reach on the device
 gemms       the matrix products of a step by rows, and their sum over a step
 attention   decode against the bandwidth of a read, prefill against the rate of a matrix product
 tiles       attention with other tiles than those shipped, best first, answers compared
+uneven      decode attention of uneven contexts, and of as many equal ones of the same sum, by numbers of splits
 loop        CPU time of the engine's loop a step, on the modelled device: needs no GPU
 
 OUT/<part>.jsonl has a line a measurement. `--device cpu` rehearses on the tiny model: its numbers mean nothing.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import statistics
 import sys
 import time
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import pairwise
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,8 @@ from cbsim.workload import generators
 
 Line = dict[str, Any]
 BLOCK_TOKENS = 256  # as 8k_b32 has them
+UNEVEN_BLOCK_TOKENS = 16  # vLLM's, whose batches are uneven
+SIGMA = 0.8  # of the logarithm of uneven contexts
 MOST_BYTES = 24 << 30  # cache of one point; two copies of it take turns
 
 
@@ -58,6 +63,7 @@ class Sizes:
     batches: Sequence[int]
     contexts: Sequence[int]
     chunks: Sequence[tuple[int, int]]  # query tokens, cached tokens before them
+    uneven: Sequence[tuple[int, int]]  # requests that decode, their mean context
     budget_s: float = 50.0  # of a part
 
 
@@ -68,9 +74,10 @@ FULL = Sizes(
     batches=(32, 1, 8, 128, 256),
     contexts=(4096, 8192, 1024, 128, 512, 2048, 32768),
     chunks=((8192, 0), (512, 7680), (512, 0), (1024, 0), (2048, 0), (4096, 0), (2048, 6144), (4096, 4096)),
+    uneven=((32, 490), (64, 490), (16, 490), (128, 490), (32, 4096), (8, 4096)),
 )
-QUICK = Sizes(1 << 28, (1, 32, 256), (2048,), (32,), (4096, 1024), ((8192, 0),))
-REHEARSAL = Sizes(1 << 12, (1, 2), (8,), (2,), (40,), ((12, 5),))
+QUICK = Sizes(1 << 28, (1, 32, 256), (2048,), (32,), (4096, 1024), ((8192, 0),), ((32, 490), (64, 490), (32, 4096)))
+REHEARSAL = Sizes(1 << 12, (1, 2), (8,), (2,), (40,), ((12, 5),), ((3, 400),))
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
@@ -233,13 +240,16 @@ class AttentionCase:
         return timed(lambda: self.answers(ops), self.queries.device.type) / len(self.cache)
 
 
-def decode_case(model: ModelShape, rows: int, context: int, device: str, span: int) -> AttentionCase:
-    """`rows` requests that decode with `context` cached tokens each."""
-    step, blocks = ragged([(1, context)] * rows, BLOCK_TOKENS, device)
-    read = 2 * rows * context * model.kv_heads * model.head_dim * 2
-    shape = (max(2, -(-span // read)), 2, blocks, BLOCK_TOKENS, model.kv_heads, model.head_dim)
+def decode_case(
+    model: ModelShape, contexts: Sequence[int], device: str, span: int, block_tokens: int = BLOCK_TOKENS
+) -> AttentionCase:
+    """Requests that decode, each with so many cached tokens."""
+    rows, least, most = len(contexts), min(contexts), max(contexts)
+    step, blocks = ragged([(1, context) for context in contexts], block_tokens, device)
+    read = 2 * sum(contexts) * model.kv_heads * model.head_dim * 2
+    shape = (max(2, -(-span // read)), 2, blocks, block_tokens, model.kv_heads, model.head_dim)
     return AttentionCase(
-        f"decode, {rows} x {context:,}",
+        f"decode, {rows} x {most:,}" if least == most else f"decode, {rows} of {least:,} to {most:,}",
         torch.randn(rows, model.heads, model.head_dim, dtype=torch.bfloat16, device=device),
         torch.randn(shape, dtype=torch.bfloat16, device=device),
         step,
@@ -266,7 +276,7 @@ def attention(model: ModelShape, sizes: Sizes, device: str) -> Iterator[Line]:
     for rows in sizes.batches:
         for context in in_time(sizes.contexts, sizes.budget_s, f"decode of {rows}, tokens"):
             if 2 * rows * context * model.kv_bytes_per_token // model.layers <= MOST_BYTES:
-                case = decode_case(model, rows, context, device, sizes.span)
+                case = decode_case(model, [context] * rows, device, sizes.span)
                 seconds = case.seconds(ops)
                 yield {"name": case.name, "us": seconds * 1e6, "of_ceiling": case.floor_s / seconds}
     for tokens, cached in in_time(sizes.chunks, sizes.budget_s, "prefills"):
@@ -308,7 +318,7 @@ def tiles(model: ModelShape, sizes: Sizes, device: str) -> Iterator[Line]:
 
     processors = None if device == "cuda" else 4
     for context in in_time(sizes.contexts[:3], sizes.budget_s / 2, "decode tiles, tokens"):
-        case = decode_case(model, sizes.batches[0], context, device, sizes.span)
+        case = decode_case(model, [context] * sizes.batches[0], device, sizes.span)
         shipped = fitted(None, DECODE, case.queries, model.kv_heads)
         variants = [(f"{astuple(cut)}", TritonOps(processors, decode=cut)) for cut in (shipped, *decode_tiles())]
         splits = (1, 2, 4, 8, 16)
@@ -366,6 +376,31 @@ def compared(case: AttentionCase, variants: Sequence[tuple[str, Any]], budget_s:
     return sorted(lines, key=lambda line: line.get("us", float("inf")))
 
 
+def uneven(model: ModelShape, sizes: Sizes, device: str) -> Iterator[Line]:
+    """Uneven contexts, then equal ones of the same sum, each by numbers of splits. The shipped number, which equal
+    contexts choose, is the reference.
+    """
+    from cbengine.model.kernels.triton_ops import TritonOps
+
+    processors = None if device == "cuda" else 4
+    variants = [("splits as shipped", TritonOps(processors))]
+    variants += [(f"{splits} splits", TritonOps(processors, splits=splits)) for splits in (1, 2, 4, 8)]
+    for rows, mean in in_time(sizes.uneven, sizes.budget_s, "uneven decodes"):
+        apart = lengths(rows, mean)
+        for contexts in (apart, [sum(apart) // rows] * rows):
+            case = decode_case(model, contexts, device, sizes.span, UNEVEN_BLOCK_TOKENS)
+            yield from compared(case, variants, sizes.budget_s / 4)
+
+
+def lengths(rows: int, mean: int) -> list[int]:
+    """Lognormal contexts in random order, at as many equal steps of probability, of a sum that `rows` divides."""
+    normal = statistics.NormalDist(log(mean) - SIGMA**2 / 2, SIGMA)
+    contexts = [round(exp(normal.inv_cdf((row + 0.5) / rows))) for row in range(rows)]
+    contexts[-1] -= sum(contexts) % rows
+    random.Random(5).shuffle(contexts)
+    return contexts
+
+
 # -- the engine's loop ------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +431,7 @@ def loop(steps: int) -> Iterator[Line]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("copies", "gemms", "attention", "tiles", "loop"))
+    parser.add_argument("parts", nargs="+", choices=("copies", "gemms", "attention", "tiles", "uneven", "loop"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", default="llama-3.1-8b", help="whose sizes are measured (llama-3.1-8b)")
     parser.add_argument("--quick", action="store_true", help="a few sizes only")
@@ -411,6 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gemms": lambda: gemms(model, sizes, args.device),
         "attention": lambda: attention(model, sizes, args.device),
         "tiles": lambda: tiles(model, sizes, args.device),
+        "uneven": lambda: uneven(model, sizes, args.device),
         "loop": lambda: loop(200 if args.quick else 1000),
     }
     args.out.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine import interpreted  # noqa: F401 - skips this module where triton cannot run
 from support.engine.ragged import BOUND, DEVICE, Step, attended, lengths_of, sights, step, worst
+from support.scripts import script
 
 from cbengine.model.kernels import attention
 from cbengine.model.kernels.attention import Tiles
@@ -18,10 +20,12 @@ from cbengine.model.kernels.triton_ops import TritonOps, UnsupportedShapeError
 from cbengine.model.ops import TorchOps
 from cbsim.cost.fitted import MOST_SPLITS
 from cbsim.policy.groups import Attention, Sight
+from cbsim.scenario import shapes
 
 F32, BF16 = torch.float32, torch.bfloat16
 ON_GPU = DEVICE == "cuda"
 WINDOWS = [Attention(sight, span) for sight in (Sight.SLIDING, Sight.CHUNKED) for span in (50, 64, 130)]
+speed = script("hardware/speed")
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16])
 
 
@@ -291,3 +295,34 @@ def test_a_captured_decode_reads_what_the_tensors_hold_when_it_is_replayed():
         rows.kv_tokens.copy_(of.rows.kv_tokens)
         graph.replay()
         assert worst(out, attended(of)) < BOUND[BF16]
+
+
+def test_uneven_contexts_are_answered_alike_by_any_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`speed.py uneven` compares decodes of uneven contexts with equal ones of the same sum: each has the answers of
+    plain torch, and, joined from parts, the same but for rounding.
+    """
+    cases = []
+
+    def seconds(act, *_):
+        act()
+        return 1e-3
+
+    def case(*sizes):
+        cases.append(decode_case(*sizes))
+        return cases[-1]
+
+    decode_case = speed.decode_case
+    monkeypatch.setattr(speed, "timed", seconds)
+    monkeypatch.setattr(speed, "ceilings", lambda _: speed.Ceilings(1.0, 1.0, 1.0))
+    monkeypatch.setattr(speed, "decode_case", case)
+    sizes = replace(speed.REHEARSAL, uneven=((3, 90),))
+    lines = list(speed.uneven(shapes.model("tiny"), sizes, DEVICE))
+    for one in cases:
+        torch.testing.assert_close(one.answers(TritonOps(4)), one.answers(TorchOps()), rtol=0.02, atol=0.02)
+    uneven, equal = (one.rows.kv_tokens.tolist() for one in cases)
+    assert len(set(uneven)) == 3 and len(set(equal)) == 1 and sum(uneven) == sum(equal)
+    for one in cases:
+        errors = {line["name"].removeprefix(f"{one.name}, "): line["error"] for line in lines if one.name in line["name"]}
+        assert errors.pop("splits as shipped") == 0.0
+        assert errors.keys() == {f"{splits} splits" for splits in (1, 2, 4, 8)}
+        assert 0.0 < max(errors.values()) < 0.01, errors
