@@ -68,22 +68,23 @@ UNSEEN = (
 
 
 @contextmanager
-def serving(scenario: Path, out: Path) -> Iterator[str]:
-    """Serve the scenario by the engine; yield its address."""
+def serving(scenario: str, out: Path, *options: str) -> Iterator[str]:
+    """Serve the scenario by the engine; yield its address. Raises SystemExit if the engine ends badly."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = ("-m", "cbengine", "serve", str(scenario), "--device", "process", "--port", str(port), "--out", str(out))
+    line = ("-m", "cbengine", "serve", scenario, *options, "--port", str(port), "--out", str(out))
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen([sys.executable, *line], stdout=subprocess.DEVNULL) as server:
         try:
-            while not _answers(url):
-                if server.poll() is not None:
-                    raise SystemExit(f"cbengine serve ended with status {server.returncode}")
+            while not _answers(url) and server.poll() is None:
                 time.sleep(0.5)
-            yield url
+            if server.returncode is None:
+                yield url
         finally:
             server.send_signal(signal.SIGINT)
+    if server.returncode:
+        raise SystemExit(f"cbengine serve ended with status {server.returncode}")
 
 
 def _answers(url: str) -> bool:
@@ -166,7 +167,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         server.write_text(json.dumps(SERVER))
         budget = f"seconds={arguments.seconds:.0f},users={USERS}"
-        with serving(server, folder / "runs") as url:
+        with serving(str(server), folder / "runs", "--device", "process") as url:
             line = ("-m", "cbsim", "measure", url, "--yes", "--out", str(first), "--budget", budget)
             subprocess.run([sys.executable, *line], check=False)  # what it leaves of too small a budget is used
             asyncio.run(measured(url, unseen))

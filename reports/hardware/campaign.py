@@ -1,6 +1,6 @@
-"""Measurements on a GPU, in two calls of minutes for a machine that is available for a quarter of an hour.
+"""Measurements on a GPU, in calls of minutes for a machine that is available for a quarter of an hour.
 
-    python reports/hardware/campaign.py first|second|rest|PART ... [--minutes 8] [--device cuda] [--out DIR]
+    python reports/hardware/campaign.py CALL|PART ... [--minutes 8] [--device cuda] [--out DIR]
 
     OUT/<gpu>/provenance.json    device, driver, versions, commit, and every command with its time and exit status
     OUT/<gpu>/<part>/log.txt     what the commands printed
@@ -25,6 +25,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ ROOT = HERE.parents[1]
 CALLS = {
     "first": ("right", "kernels", "peer", "speed", "tests"),
     "second": ("predict-reference", "predict-load", "predict-cpu"),
+    "third": ("alone", "uneven", "predict-repeat", "predict-chunk", "predict-batch", "predict-prefix"),
+    "fourth": ("speculation", "served", "moves", "predict-memory", "predict-loads"),
     "rest": ("wait", "graphs", "predict-1b"),
 }
 LIMIT_S = 570.0  # of a command, where there is no other
@@ -46,65 +49,132 @@ OUT_OF_TIME = 124
 BAR_MISSED = 3  # exit status of `predict` and `replay` that have measured what they had to
 
 Command = list[str]
+TESTS = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=600"]
+MARKED = [*TESTS, "-m", "gpu", "tests/cbengine/model", "tests/cbengine/device", "tests/cbengine/test_tokens.py"]
+"""A CPU finds these tests and runs none."""
+ALONE = "memory or step_table"  # of them, those that have the whole GPU to themselves
+DECODING = [
+    "workload={kind: synthetic, requests: 32, prompt_tokens: 64, output_tokens: 512}",
+    "scheduler.max_num_seqs=32",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """The commands of parts, on a device whose results lie in `folder`. Where there is no GPU they are small."""
+
+    device: str
+    folder: Path
+
+    @property
+    def gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def script(self, name: str, *options: str) -> Command:
+        return [str(HERE / name), *options]
+
+    def speed(self, *names: str) -> Command:
+        where = ["--device", "cuda" if self.gpu else "cpu", "--out", str(self.folder / "speed")]
+        return self.script("speed.py", *names, "--quick", *where)
+
+    def peer(self, loop: str) -> Command:
+        where = ["--device", "cuda" if self.gpu else "cpu", "--out", str(self.folder / "peer")]
+        return self.script("peer.py", "--loop", loop, *where)
+
+    def predict(self, *cases: str) -> Command:
+        rough = "--later" if self.gpu else "--quick"
+        return ["-m", "cbengine", "predict", *cases, "--device", self.device, "--out", str(self.folder.parent), rough]
+
+    def replay(self, part: str, *options: str, scenario: str = "8k_b32") -> Command:
+        where = ["--device", self.device, "--out", str(self.folder / part / "runs"), "--quiet"]
+        return ["-m", "cbengine", "replay", scenario if self.gpu else "tiny_cpu", *options, *where]
+
+    def short(self, part: str, loop: str, *options: str) -> Command:
+        tokens = f"workload.output_tokens={512 if self.gpu else 16}"
+        return self.replay(part, *changed(tokens, f"loop.mode={loop}"), *options)
+
+    def drafted(self, method: str, loop: str) -> Command:
+        """The workload of cpu-0 with three drafts a row. Their acceptance is measured, whatever is stated."""
+        speculation = f"speculation={{method: {method}, k: 3, acceptance: {{rate: 0.5}}}}"
+        sizes = DECODING if self.gpu else ["workload.requests=4"]
+        changes = changed(*sizes, speculation, f"loop.mode={loop}")
+        return self.replay("speculation", *changes, scenario="validation")
+
+    def moved(self, host: str) -> Command:
+        """The workload of preemptions, with a host's tier."""
+        slots, blocks = "max_num_seqs: 64", 1000
+        if not self.gpu:
+            slots, blocks = "max_num_seqs: 16, max_num_batched_tokens: 128", 40
+        scheduler = f"scheduler={{name: vllm, {slots}, {host}}}"
+        changes = changed(scheduler, f"kv_cache.num_blocks={blocks}", "loop.mode=async")
+        return self.replay("moves", *changes, scenario="validation")
+
+    def served(self) -> Command:
+        scenario, budget = ["validation", *changed("scheduler.max_model_len=16384")], "seconds=40"
+        if not self.gpu:
+            scenario, budget = ["tiny_cpu", *changed("kv_cache.num_blocks=1024")], "users=4,tokens=10000"
+        where = ["--device", self.device, "--out", str(self.folder / "served")]
+        return self.script("served.py", *scenario, "--budget", budget, *where)
+
+
+def changed(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
 
 
 def parts(device: str, folder: Path) -> dict[str, list[Command]]:
-    """The commands of every part, the most instructive parts first. `folder`: of the device."""
-    gpu = device == "cuda"
+    """The commands of every part, the most instructive ones first. `folder`: of the device."""
+    of = Commands(device, folder)
+    return lent_first(of) | lent_again(of)
 
-    def script(name: str, *options: str) -> Command:
-        return [str(HERE / name), *options]
 
-    def replay(part: str, *options: str) -> Command:
-        scenario = ["8k_b32"] if gpu else ["tiny_cpu"]
-        where = ["--device", device, "--out", str(folder / part / "runs"), "--quiet"]
-        return ["-m", "cbengine", "replay", *scenario, *options, *where]
-
-    def short(part: str, loop: str, *options: str) -> Command:
-        return replay(
-            part, "--set", f"workload.output_tokens={512 if gpu else 16}", "--set", f"loop.mode={loop}", *options
-        )
-
-    def predict(*cases: str) -> Command:
-        return ["-m", "cbengine", "predict", *cases, "--device", device, "--out", str(folder.parent), *rough]
-
-    rough = ["--later"] if gpu else ["--quick"]
-    tests = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=600"]
-    at_4k = ["workload.prompt_tokens=4096", "workload.output_tokens=96", "scheduler.max_batch_tokens=8192"]
-    profiled = [word for change in at_4k for word in ("--set", change)] + ["--profile", "32"] if gpu else []
+def lent_first(of: Commands) -> dict[str, list[Command]]:
+    """The parts of the first two calls, and the rest."""
+    gpu = of.gpu
+    at_4k = ("workload.prompt_tokens=4096", "workload.output_tokens=96", "scheduler.max_batch_tokens=8192")
+    profiled = [*changed(*at_4k), "--profile", "32"] if gpu else []
     eager = ["--no-cuda-graphs"] if gpu else []
     spin = ["--wait", "spin"] if gpu else []
-    folders = ["tests/cbengine/model", "tests/cbengine/device", "tests/cbengine/test_tokens.py"]
-    marked = [*tests, "-m", "gpu", *folders]  # a CPU finds them all, and runs none
-    alone = "memory or step_table"  # those have the whole GPU to themselves
-    beside = [*marked, "-n", "8", "--dist", "worksteal", "-k", f"not ({alone})"]
-    where = "cuda" if gpu else "cpu"
+    beside = [*MARKED, "-n", "8", "--dist", "worksteal", "-k", f"not ({ALONE})"]
     return {
-        "right": [[*tests, "-n", "0", "tests/gpu"]],
-        "kernels": [
-            replay("kernels", *profiled, "--set", "loop.mode=async"),
-            replay("kernels", *profiled, "--set", "loop.mode=async", *eager),
-        ],
-        "speed": [
-            script("speed.py", *names, "--quick", "--device", where, "--out", str(folder / "speed"))
-            for names in (SPEED if gpu else SPEED[:1])
-        ],
-        "tests": [beside, [*marked, "-k", alone]] if gpu else [[*marked, "--collect-only"]],
-        "wait": [short("wait", "sync"), short("wait", "sync", *spin), short("wait", "async", *spin)],
-        "graphs": [short("graphs", "async", *eager)],
-        "predict-reference": [predict("8k_b32" if device != "process" else "long-b16")],
-        "predict-load": [predict("load-85")],
-        "predict-cpu": [predict(name) for name in (("cpu-0", "cpu-5", "cpu-2", "cpu-10") if gpu else ("cpu-0",))],
-        "predict-1b": [predict("1b")] if device != "process" else [],
-        "peer": [
-            script("peer.py", "--loop", loop, "--device", where, "--out", str(folder / "peer"))
-            for loop in ("sync", "async")
-        ],
-        "predict-shapes": [predict("load", "chunk", "memory", "prefix", "batch")] if gpu else [],
+        "right": [[*TESTS, "-n", "0", "tests/gpu"]],
+        "kernels": [of.replay("kernels", *profiled, *changed("loop.mode=async"), *more) for more in ([], eager)],
+        "speed": [of.speed("copies", "gemms", "attention"), *([of.speed("tiles")] if gpu else [])],
+        "tests": [beside, [*MARKED, "-k", ALONE]] if gpu else [[*MARKED, "--collect-only"]],
+        "wait": [of.short("wait", "sync"), of.short("wait", "sync", *spin), of.short("wait", "async", *spin)],
+        "graphs": [of.short("graphs", "async", *eager)],
+        "predict-reference": [of.predict("8k_b32" if of.device != "process" else "long-b16")],
+        "predict-load": [of.predict("load-85")],
+        "predict-cpu": [of.predict(name) for name in (("cpu-0", "cpu-5", "cpu-2", "cpu-10") if gpu else ("cpu-0",))],
+        "predict-1b": [of.predict("1b")] if of.device != "process" else [],
+        "peer": [of.peer(loop) for loop in ("sync", "async")],
     }
 
 
-SPEED = (("copies", "gemms", "attention"), ("tiles",))
+def lent_again(of: Commands) -> dict[str, list[Command]]:
+    """The parts of the third and the fourth call. A modelled device has neither tokens to verify nor clients."""
+    tiny = of.device == "process"
+    swap, tier = ("swap_space_gib: 4", 1 << 32) if of.gpu else ("swap_space_gib: 0.01", 1 << 22)
+    drafts = [
+        of.drafted("ngram", "both"),
+        of.drafted(f"draft_model, drafter: {{model: {'llama-3.2-1b' if of.gpu else 'tiny'}}}", "both"),
+        *([of.drafted("draft_model, drafter: {model: llama-3.1-8b}", "async")] if of.gpu else []),
+    ]
+    return {
+        "alone": [[*MARKED, "-k", ALONE, *([] if of.gpu else ["--collect-only"])]],
+        "uneven": [of.speed("uneven")] if of.gpu else [],  # elsewhere a test runs it, in Triton's interpreter
+        "predict-repeat": [of.predict("cpu-0"), of.predict("cpu-5")],
+        "predict-chunk": [of.predict("chunk-64" if tiny else "chunk")],
+        "predict-batch": [of.predict("batch-2" if tiny else "batch")],
+        "predict-prefix": [of.predict("prefix")],
+        "speculation": drafts if of.device != "modelled" else [],
+        "served": [of.served()] if of.device != "modelled" else [],
+        "moves": [
+            of.moved(f"preemption_mode: swap, {swap}"),
+            of.moved(f"kv_connector: simple_cpu, cpu_bytes_to_use: {tier}"),
+        ],
+        "predict-memory": [of.predict("preemptions"), of.predict("soft-resets")],
+        "predict-loads": [of.predict("load-60", *([] if tiny else ["load-100", "transformers-load-85"]))],
+    }
 
 
 class Ledger:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import tarfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,14 @@ torch = pytest.importorskip("torch", reason="the engine needs torch")
 
 from support.scripts import script
 
-campaign, speed = script("hardware/campaign"), script("hardware/speed")
+from cbengine import build
+from cbengine.build import Setup
+from cbengine.cli.parser import command_line
+from cbengine.measure import suite
+from cbsim.cli.measured import measure_arguments
+from cbsim.scenario import scenario as scenarios
+
+campaign, speed, peer, served = (script(f"hardware/{name}") for name in ("campaign", "speed", "peer", "served"))
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('seen'); sys.exit(int(sys.argv[2]))"
 
 
@@ -61,6 +70,36 @@ def test_tests_that_measure_memory_have_the_gpu_to_themselves(tmp_path: Path) ->
     assert beside[-1] == f"not ({alone[-1]})"
     rehearsed = campaign.parts("process", tmp_path)["tests"]
     assert rehearsed == [[*beside[: beside.index("-n")], "--collect-only"]]
+
+
+@pytest.mark.parametrize("device", ["cuda", "process", "modelled"])
+def test_no_time_of_a_gpu_goes_to_a_command_that_is_refused(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every part is in a call. Its scenarios load with their changes, its workloads are known, its scripts take their
+    options.
+    """
+    known = campaign.parts(device, tmp_path)
+    assert sorted(known) == sorted(chain.from_iterable(campaign.CALLS.values()))
+    commands = list(chain.from_iterable(known.values()))
+    for words in (command[2:] for command in commands if command[:2] == ["-m", "cbengine"]):
+        arguments = command_line().parse_args(words)
+        if arguments.command == "predict":
+            assert suite.chosen(arguments.cases, device)
+        else:
+            scenario = scenarios.load(arguments.scenario, arguments.set)
+            build.adapted(scenario, Setup(device="modelled" if device == "modelled" else "inline"))
+    client = argparse.ArgumentParser()
+    measure_arguments.arguments(client)
+    for arguments in (served.arguments(command[1:]) for command in commands if command[0].endswith("served.py")):
+        scenarios.load(arguments.scenario, arguments.set)
+        client.parse_args(["http://127.0.0.1", "--budget", arguments.budget])
+    for name, main in (("speed.py", speed.main), ("peer.py", peer.main)):
+        for script_, *options in (command for command in commands if command[0].endswith(name)):
+            if "cuda" in options and not torch.cuda.is_available():
+                with pytest.raises(SystemExit):
+                    main(options)
+                assert capsys.readouterr().err.endswith("torch finds no CUDA device here\n"), script_
 
 
 class Stream:

@@ -322,7 +322,9 @@ def test_uneven_contexts_are_answered_alike_by_any_number_of_splits(monkeypatch:
     uneven, equal = (one.rows.kv_tokens.tolist() for one in cases)
     assert len(set(uneven)) == 3 and len(set(equal)) == 1 and sum(uneven) == sum(equal)
     for one in cases:
-        errors = {line["name"].removeprefix(f"{one.name}, "): line["error"] for line in lines if one.name in line["name"]}
+        errors = {
+            line["name"].removeprefix(f"{one.name}, "): line["error"] for line in lines if one.name in line["name"]
+        }
         assert errors.pop("splits as shipped") == 0.0
         assert errors.keys() == {f"{splits} splits" for splits in (1, 2, 4, 8)}
         assert 0.0 < max(errors.values()) < 0.01, errors
