@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbsim.cli.arguments import Parser, a_path, option, parser_of, run_arguments, run_verb, verb, whole
+from cbsim.cli.arguments import Parser, a_path, option, parser_of, run_arguments, run_verb, verb, whole, within
 from cbsim.cli.sessions import door_arguments, session_arguments
 from cbsim.files import real
 from cbsim.policy.plan import WORKED
@@ -143,10 +143,8 @@ def _ranks_argument(parser: argparse.ArgumentParser) -> None:
 
 def _phase(injected: str) -> tuple[str, int]:
     name, _, value = injected.partition("=")
-    extra_ms = real(value)
-    if name not in WORKED or not 0 <= extra_ms <= 10_000:
-        known = ", ".join(WORKED)
-        raise argparse.ArgumentTypeError(f"{injected!r}: expected PHASE=MS with a phase of {known} and 0 to 10000 ms")
+    bound = f"PHASE=MS with a phase of {', '.join(WORKED)} and 0 to 10000 ms"
+    extra_ms = within(injected, real(value), name in WORKED and 0 <= real(value) <= 10_000, bound)
     return name, round(extra_ms * 1e6)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cbsim.runs.run_command import RunOptions
 
 N = TypeVar("N", int, float)
+T = TypeVar("T")
 EXTRAS = {  # package -> the extra of this project that installs it
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "prometheus_client", "tokenizers", "httpx"), "serve"),
     **dict.fromkeys(("zmq", "msgpack"), "kv-events"),
@@ -185,23 +186,28 @@ def _innermost(error: BaseException) -> str:
     return next((name for name in reversed(names) if name.startswith(("cbsim.", "cbengine.", "analysis."))), names[-1])
 
 
+def within(value: str, parsed: T, holds: bool, bound: str) -> T:
+    """Return what the value of an option was parsed to, if its bound holds. Raises ArgumentTypeError."""
+    if not holds:
+        raise argparse.ArgumentTypeError(f"{value!r}: expected {bound}")
+    return parsed
+
+
 def a_path(value: str) -> Path:
     """Parse a path of the command line; the error for none, or one too long to be looked up, names the option."""
     if not value:
         raise argparse.ArgumentTypeError("got '', expected a path")
     if too_long(value):
         raise argparse.ArgumentTypeError(f"got {value[:40]!r}..., {PATH_BOUND}")
-    return Path(value)
+    return Path(value) if Path(value).parts else Path.cwd()  # whose name messages have, and not `.`
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
     """Return the type of an option that takes a whole number between two bounds."""
 
     def parse(value: str) -> int:
-        number = int(value) if value.isdecimal() and len(value) < 20 else -1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{value!r}: expected a whole number from {least} to {most:,}")
-        return number
+        number = int(value) if re.fullmatch(r"[0-9]{1,19}", value) else -1
+        return within(value, number, least <= number <= most, f"a whole number from {least} to {most:,}")
 
     return parse
 
@@ -213,7 +219,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # declared once; a command may change pa
     "--set": SET | {"metavar": "FIELD=VALUE", "help": "override any field (repeatable; the last of a field counts)"},
     "table": {"type": a_path, "metavar": "TABLE", "help": "the .parquet file that a sweep wrote"},
     "--confidence": {"default": 0.95, "metavar": "P"},
-    "--seed": SET | {"type": "seed={}".format, "metavar": "N", "help": "root of all random numbers"},
+    "--seed": SET | {"type": lambda n: f"seed={whole(0, 10**19 - 1)(n)}", "metavar": "N", "help": "of random numbers"},
     "--loop": SET | {"type": "loop.mode={}".format, "metavar": "MODE", "help": "sync, async, or both: two directories"},
     "--out": {"type": a_path, "metavar": "DIR", "help": "also write report.md, report.json and figures to this folder"},
     "--check": {"action": "append", "default": [], "metavar": "COND", "help": "e.g. 'ttft.p99<500ms' (repeatable)"},
@@ -296,8 +302,6 @@ def _bounds(number: Callable[[str], N], most: str) -> Callable[[str], tuple[N, N
     def parse(value: str) -> tuple[N, N]:
         low, colon, high = value.partition(":")
         first, last = number(low or "0"), number(high or most)
-        if not colon or not 0 <= first < last:
-            raise argparse.ArgumentTypeError(f"{value!r}: expected A:B with 0 <= A < B")
-        return first, last
+        return within(value, (first, last), bool(colon) and 0 <= first < last, "A:B with 0 <= A < B")
 
     return parse

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb, whole
+from cbsim.cli.arguments import a_path, answer, check_out, common_options, option, verb, whole, within
 from cbsim.errors import CHECK_FAILED, ERROR, OK
 from cbsim.files import real, share
 
@@ -47,36 +47,30 @@ def shares(least: float, most: float) -> Callable[[str], float]:
     """Return the type of an option that takes a share between two bounds: `95%` or 0.95."""
 
     def parse(value: str) -> float:
-        if not least <= share(value) <= most:
-            bounds = f"expected a share from {least:.6g} to {most:.6g}, such as {0.95 if least >= 0.5 else 0.05:.0%}"
-            raise argparse.ArgumentTypeError(f"{value!r}: {bounds}")
-        return share(value)
+        bounds = f"a share from {least:.6g} to {most:.6g}, such as {0.95 if least >= 0.5 else 0.05:.0%}"
+        return within(value, share(value), least <= share(value) <= most, bounds)
 
     return parse
 
 
 def a_bandwidth(value: str) -> float:
     """Parse GB/s."""
-    if not 0 < real(value) < math.inf:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected GB/s above 0, such as 50")
-    return real(value)
+    return within(value, real(value), 0 < real(value) < math.inf, "GB/s above 0, such as 50")
 
 
 a_confidence = shares(0.5, 1 - 1e-6)  # EVEN and SURE of cbsim.search.tune, which is slow to import
 
 
 def _cluster(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"(ray://)?[^\s/]+:\d{1,5}", value):
-        raise argparse.ArgumentTypeError(f"{value!r}: expected auto, HOST:PORT or ray://HOST:PORT")
-    return value
+    holds = bool(re.fullmatch(r"auto|(ray://)?[^\s/]+:[0-9]{1,5}", value))
+    return within(value, value, holds, "auto, HOST:PORT or ray://HOST:PORT")
 
 
 def a_shard(value: str) -> tuple[int, int]:
     """Parse `i/n`, the i-th of n parts."""
-    number, slash, of = value.partition("/")
-    if not (slash and number.isdecimal() and of.isdecimal() and len(of) < 9 and 1 <= int(number) <= int(of)):
-        raise argparse.ArgumentTypeError(f"{value!r}: expected I/N with 1 <= I <= N")
-    return int(number), int(of)
+    parts = re.fullmatch(r"([0-9]{1,8})/([0-9]{1,8})", value)
+    number, of = map(int, parts.groups()) if parts else (0, 0)
+    return within(value, (number, of), 1 <= number <= of, "I/N with 1 <= I <= N")
 
 
 @verb(
@@ -121,9 +115,7 @@ def pareto_arguments(parser: argparse.ArgumentParser) -> None:
 def tune_arguments(parser: argparse.ArgumentParser) -> None:
     common_options(parser, "scenario", "--set")
     option(parser, "--loop", help="sync, async, or both, each for itself")
-    option(
-        parser, "--set", "--knob", required=True, dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V"
-    )
+    option(parser, "--set", "--knob", required=True, dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP or V,V")
     goal = parser.add_mutually_exclusive_group(required=True)
     best: dict[str, Any] = {"dest": "goal", "metavar": "M"}
     about = "goodput, throughput, or any metric by its dotted name"
@@ -175,7 +167,7 @@ def recommend_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cards", required=True, type=lambda value: value.split(","), metavar="A,B=USD", help=cards)
     tensor: dict[str, Any] = {"type": lambda value: tuple(map(whole(1, 1024), value.split(","))), "metavar": "N,N"}
     add("--tensor", **tensor, default=(1, 2, 4, 8), help="GPUs that share a model (1,2,4,8)")
-    option(parser, "--set", "--knob", dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP, or V,V")
+    option(parser, "--set", "--knob", dest="knob", metavar="FIELD=VALUES", help="A..B, A..B:STEP or V,V")
     apart = "try prefill and decode on servers of their own, too, each with a NIC of so many GB/s"
     add("--apart", type=a_bandwidth, metavar="GB/S", help=apart)
     add("--most", type=whole(1, 10_000), default=64, metavar="N", help="GPUs in all (64)")

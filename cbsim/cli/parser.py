@@ -30,8 +30,7 @@ def _parser() -> Parser:
 def _sweep_arguments(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("file", type=a_path, metavar="FILE", help="a sweep file: a scenario and the axes of its fields")
     store_arguments(sweep)
-    part = "only every N-th point, from the I-th on"
-    sweep.add_argument("--shard", type=a_shard, default=(1, 1), metavar="I/N", help=part)
+    sweep.add_argument("--shard", type=a_shard, default=(1, 1), metavar="I/N", help="every N-th point from the I-th on")
     option(sweep, "--json", help="print one object: the points with all their metrics")
     option(sweep, "--quiet", help="print nothing but the path of the table")
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbsim.cli.arguments import a_path, common_options, option, verb, whole
+from cbsim.cli.arguments import a_path, common_options, option, verb, whole, within
 from cbsim.files import real
 
 if TYPE_CHECKING:
@@ -82,23 +82,17 @@ def drive_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _grace(value: str) -> float:
-    if not 0 <= (seconds := real(value)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected seconds >= 0")
-    return seconds
+    return within(value, real(value), 0 <= real(value) < math.inf, "seconds >= 0")
 
 
 def a_name(value: str) -> str:
-    if not value or not value.isprintable():
-        raise argparse.ArgumentTypeError(f"{value!r}: expected letters that can be printed, at least one")
-    return value
+    return within(value, value, value.isprintable() and value != "", "letters that can be printed, at least one")
 
 
 def _clock(value: str) -> float:
     """Parse a clock as the simulated seconds in a real one."""
     scale = 1.0 if value == "real" else real(value.removeprefix("scale=")) if value.startswith("scale=") else math.nan
-    if not 0 < scale <= 1000:
-        raise argparse.ArgumentTypeError(f"{value!r}: expected real, or scale=X with 0 < X <= 1000")
-    return scale
+    return within(value, scale, 0 < scale <= 1000, "real, or scale=X with 0 < X <= 1000")
 
 
 def _shares(value: str) -> dict[str, float]:
@@ -107,7 +101,5 @@ def _shares(value: str) -> dict[str, float]:
 
     shares = {name: real(share) for name, _, share in (part.partition("=") for part in value.split(","))}
     once = len(shares) > value.count(",") and shares.keys() <= {*FAILURES}
-    if not (once and min(shares.values()) >= 0 and sum(shares.values()) <= 1):
-        bound = f"HOW=SHARE of {', '.join(FAILURES)}, each once, shares >= 0 of at most 1 together"
-        raise argparse.ArgumentTypeError(f"{value!r}: expected {bound}")
-    return shares
+    bound = f"HOW=SHARE of {', '.join(FAILURES)}, each once, shares >= 0 of at most 1 together"
+    return within(value, shares, once and min(shares.values()) >= 0 and sum(shares.values()) <= 1, bound)

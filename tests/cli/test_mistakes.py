@@ -20,7 +20,6 @@ from cbsim.workload import generators
         ("--check", "nope<3", ("unknown metric 'nope'; docs/metrics.md has all names",)),
         *(("--set", nothing, ("expected field=value",)) for nothing in ("", "seed", "=5", "a..b=3")),
         ("--loop", "fast", ("loop.mode: got 'fast', expected one of sync, async, both",)),
-        ("--seed", "abc", ("seed: got 'abc', expected a whole number",)),
         ("--set", "0=1", ("--set 0=1: 0: unknown field",)),
         ("--set", "scheduler.name=vlm", ("--set scheduler.name=vlm: scheduler.name: got 'vlm'", "did you mean vllm?")),
         ("--set", "workload.prompt_tokens={uniform: {low: 9, high: 3}}", ("high: got 3", "must be >= low (9)")),
@@ -202,12 +201,15 @@ def test_an_unknown_scenario_is_exit_2(name: str, words: tuple[str, ...], monkey
         ["run", "worked_example", "--trace-steps", "1_0:30"],
         ["contrast", "sweep.parquet", "--by", "loop", "--confidence", "3"],
         ["contrast", "sweep.parquet", "--by", "loop", "--confidence", "9_5%"],
+        *(["run", "worked_example", "--seed", seed] for seed in ("abc", "1_0", "-1", "\uff12", "9" * 20)),
         ["run", "worked_example", "--set"],
         ["run", "worked_example", "--no-such-option"],
         ["conformance"],
         ["replan"],
         ["bench", "--yaml"],
-        *(["sweep", "sweep.yaml", *words] for words in (["--shard", "3/2"], ["--shard", "x"], ["--jobs", "0"])),
+        *(["sweep", "sweep.yaml", "--shard", shard] for shard in ("3/2", "x", "1/2/3", "1/\uff12", "1/")),
+        *(["sweep", "sweep.yaml", "--jobs", jobs] for jobs in ("0", "\uff12")),
+        ["sweep", "sweep.yaml", "--ray", "host:\uff12"],
     ],
     ids=" ".join,
 )
@@ -268,6 +270,13 @@ def test_the_last_of_several_values_of_a_field_counts(small: Path, out: Path) ->
     assert "mode-async" in run.name and "mode-sync" not in run.name
     resolved = documents.read(run / "scenario.resolved.yaml").data
     assert (resolved["loop"]["mode"], resolved["seed"]) == ("async", 2)
+
+
+def test_a_folder_that_is_called_a_point_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.` tells a reader of the message nothing."""
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "./"):
+        refused(call("replan", path), 2, f"cbsim: {tmp_path}/summary.json: cannot be read")
 
 
 def test_the_longest_name_makes_a_folder(small: Path, out: Path) -> None:

@@ -36,7 +36,7 @@ def speculation(method: str, drafter: str = "") -> str:
         (("--top-p=0",), ("--top-p: got 0.0", "> 0 and <= 1")),
         (("--sampling-seed=-1",), ("--sampling-seed: got -1", ">= 0")),
         (("--sampling-seed=",), ("argument --sampling-seed", "''")),
-        (("--seed=-1",), ("seed: got -1", "must be >= 0")),
+        (("--seed=-1",), ("argument --seed", "'-1'", "from 0")),
         *(
             (("--inject", text), ("argument --inject", repr(text), "schedule, prepare, launch, update", "0 to 10000"))
             for text in ("", "prepare", "prepare=", "prepare=x", "prepare=nan", "prepare=-1", "await=1", "launch=10001")
