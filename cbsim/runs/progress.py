@@ -20,6 +20,18 @@ MANAGER_ENDS_S = 10.0  # it has no more to do than to join terminated processes
 SOON_S = 1.0  # earlier, an estimate of the time left is noise
 
 
+@contextmanager
+def handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Let signals have this handler for the time being; they keep theirs outside of the main thread."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if main}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+
 class ProgressLine:
     """A line on stderr: rewritten in place on a terminal, else printed every `pause_s` seconds."""
 
@@ -67,12 +79,8 @@ class Progress:
         ending = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             ending.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self.interrupt) for number in ending}
-        try:
+        with handled(self.interrupt, *ending):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def __call__(self, now_ns: int) -> None:
         """Report progress; called after every step. Raises KeyboardInterrupt if the run is to stop."""
@@ -105,18 +113,14 @@ def roughly(seconds: float) -> str:
 
 def worker_pool(jobs: int) -> ProcessPoolExecutor:
     """Return a pool of so many processes, which start with the first task and exit when the parent does."""
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    with handled(signal.SIG_IGN, signal.SIGHUP):  # which Python's resource tracker, that starts now, would die of
+        return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin_worker)
 
 
 def submitted(to: ProcessPoolExecutor, act: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Submit a task. Processes that start with it ignore SIGINT from the first moment, while they import, too."""
-    if threading.current_thread() is not threading.main_thread():
+    """Submit a task. Processes that start with it ignore SIGINT and SIGHUP from the first moment, while they import."""
+    with handled(signal.SIG_IGN, signal.SIGINT, signal.SIGHUP):
         return to.submit(act, *arguments)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return to.submit(act, *arguments)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def end_pool(of: ProcessPoolExecutor) -> None:

@@ -86,13 +86,13 @@ class Store:
         if made.files:
             self.put(made.key, made.files)
         if made.reason is not None:
-            with access(self.path, RunError, "written"):
-                write_whole(self._failed / f"{made.key}.json", (json.dumps({"reason": made.reason}) + "\n").encode())
+            with access(path := self._failed / f"{made.key}.json", RunError, "written"):
+                write_whole(path, (json.dumps({"reason": made.reason}) + "\n").encode())
 
     def put(self, key: str, files: Mapping[str, bytes]) -> None:
         """Store a run. A stored one of the same key is equal, so only one without these files is replaced."""
         with (
-            access(self.path, RunError, "written"),
+            access(self.run(key), RunError, "written"),
             TemporaryDirectory(prefix=self._part, dir=self._runs, ignore_cleanup_errors=True) as folder,
         ):
             new, old = Path(folder) / "new", Path(folder) / "old"

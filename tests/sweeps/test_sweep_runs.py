@@ -330,14 +330,16 @@ def test_a_run_that_cannot_be_stored_takes_its_folder_away(tmp_path: Path, monke
     store, write = Store(tmp_path, "code"), Path.write_bytes
 
     def full(path: Path, content: bytes) -> int:
-        if path.name == "b.json":
+        if "b.json" in path.name:
             raise OSError(ENOSPC, "No space left on device")
         return write(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(RunError, match="cannot be written: No space left"):
+    with pytest.raises(RunError, match=f"^{tmp_path}/runs/code/key: cannot be written: No space left"):
         store.put("key", {"a.json": b"{}", "b.json": b"{}"})
     assert not list((tmp_path / "runs" / "code").iterdir())
+    with pytest.raises(RunError, match=f"^{tmp_path}/failed/code/b.json: cannot be written: No space left"):
+        store.keep(Made("b", {}, "it failed"))
 
 
 def test_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
