@@ -112,11 +112,8 @@ def _write(made: Report, out: Path, steered: Explorer | None = None, *, quiet: b
     has_page = webpage.write(made, out, steered)
     if not quiet:
         print(f"report    {out / 'report.md'}, {len(made.charts)} figures")
-        print(
-            f"page      {out / 'report.html'}"
-            if has_page
-            else "page      none: report.html needs plotly, `pip install -e '.[report]'`"
-        )
+        page = out / "report.html" if has_page else "none: report.html needs plotly, `pip install -e '.[report]'`"
+        print(f"page      {page}")
 
 
 def _directories(named: Mapping[str, LoadedRun]) -> None:

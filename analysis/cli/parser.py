@@ -26,7 +26,7 @@ def _parser() -> Parser:
 
 def _out_argument(parser: argparse.ArgumentParser) -> None:
     option(
-        parser, "--out", help="folder of the report: Markdown and figures; with plotly (the extra `report`) a page, too"
+        parser, "--out", help="folder of the report: Markdown, figures; with plotly (the extra `report`) a page, too"
     )
 
 
@@ -44,7 +44,7 @@ def _report_arguments(report: argparse.ArgumentParser) -> None:
         "goes to PATH without its ending, or to PATH/report."
     )
     report.add_argument("paths", nargs="+", type=a_path, metavar="PATH", help="what the report is of")
-    report.add_argument("--title", default="", metavar="TEXT", help="of the report (the name of what it is of)")
+    report.add_argument("--title", default="", metavar="TEXT", help="heads the report, not its figures")
     sweep = report.add_argument_group("of a sweep")
     sweep.add_argument("--metric", action="append", default=[], metavar="M", help="drawn, e.g. ttft.p99 (repeatable)")
     option(sweep, "--check", help="a limit, e.g. 'ttft.p99<=2s' (repeatable)")

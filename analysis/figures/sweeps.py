@@ -181,7 +181,7 @@ Scales = Sequence[Unit]
 class TradeOff:
     """A comparison of places by two metrics. `best` are those that no other one dominates in the means, by rising x;
     `dominated` are those that another one dominates with intervals apart. Only places that meet every limit count, and
-    none does if a metric has no direction.
+    none does if a metric has no direction. `good` are those that meet every limit and are not dominated.
     """
 
     x: Means
@@ -190,6 +190,7 @@ class TradeOff:
     met: Mask
     best: Ints
     dominated: Mask
+    good: Mask
 
 
 def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limits: Sequence[Check]) -> TradeOff:
@@ -200,7 +201,8 @@ def trade_off(table: SweepTable, places: Places, metrics: tuple[str, str], limit
     known = np.isfinite(x.mean) & np.isfinite(y.mean)
     counted = np.flatnonzero(known & met & all(up))
     best = counted[frontier(up[0] * x.mean[counted], up[1] * y.mean[counted])]
-    return TradeOff(x, y, known, met, best[np.argsort(x.mean[best])], _dominated((x, y), up, counted))
+    dominated = _dominated((x, y), up, counted)
+    return TradeOff(x, y, known, met, best[np.argsort(x.mean[best])], dominated, known & met & ~dominated)
 
 
 def meets(table: SweepTable, places: Places, limits: Sequence[Check]) -> Mask:
@@ -226,23 +228,24 @@ def pareto(table: SweepTable, places: Places, metrics: tuple[str, str], limits: 
     """Draw a marker a place, a style for each combination of names; places dominated with intervals apart are pale."""
     compared = trade_off(table, places, metrics, limits)
     across, up = (catalogue.metric(metric) for metric in metrics)
-    greatest = [float(means.mean[compared.known].max(initial=0.0)) for means in (compared.x, compared.y)]
-    scales = [scale_of(what.unit, most) for what, most in zip((across, up), greatest, strict=True)]
+    means = ((across, compared.x.mean), (up, compared.y.mean))
+    scales = [scale_of(what.unit, float(mean[compared.known].max(initial=0.0))) for what, mean in means]
     coloured = sweep_table.split([axis for axis in places.axes if axis.numbers is None])[0]
+    beside = _beside(compared, places, coloured)
     marks: list[Mark] = [Line("not dominated", *_at(compared, compared.best, scales), Style(chart.GREY))]
     _, first, of = np.unique(places.codes[:, places.columns(coloured)], axis=0, return_index=True, return_inverse=True)
     names = shortened([places.label(at, coloured) or table.name for at in first.tolist()])
     for index, name in enumerate(names):
         own = (of.reshape(-1) == index) & compared.known
-        marks += _markers(compared, places, name, own, scales, series(index), coloured)
+        marks += _markers(compared, places, name, own, scales, series(index), beside)
     out = compared.known & ~compared.met
     if out.any():
         marks.insert(0, Points("misses the SLO", *_at(compared, out, scales), MISSED))
     caption = f"{_better(across, up)} A marker a place. {averaged(places)}"
+    caption += f" Beside a marker: its {beside.name}." if beside else ""
     caption += f" Limits (SLO): {', '.join(limit.rule for limit in limits)}." if limits else ""
-    names = [_named(what, scale) for what, scale in zip((across, up), scales, strict=True)]
-    panel = Panel(marks, names[0], names[1], tall=True)
-    return Chart("pareto", f"{table.name}: {up.label} against {across.label}", caption, [panel])
+    x, y = (_named(what, scale) for what, scale in zip((across, up), scales, strict=True))
+    return Chart("pareto", f"{table.name}: {up.label} against {across.label}", caption, [Panel(marks, x, y, tall=True)])
 
 
 def _better(across: Metric, up: Metric) -> str:
@@ -252,9 +255,7 @@ def _better(across: Metric, up: Metric) -> str:
         return f"Neither more nor less is better of {neutral}: no place is best."
     sides = "right" if across.sign > 0 else "left", "up" if up.sign > 0 else "down"
     marked = "The line joins the places that no other one dominates; pale ones are dominated: another one is better"
-    return (
-        f"Better is {sides[0]} and {sides[1]}. {marked} in both by its interval, or by its run where it has only one."
-    )
+    return f"Better is {sides[0]} and {sides[1]}. {marked} in both by its interval, or its run where it has only one."
 
 
 def _named(what: Metric, scale: Unit) -> str:
@@ -265,17 +266,20 @@ def _at(compared: TradeOff, chosen: Mask | Ints, scales: Sequence[Unit]) -> tupl
     return compared.x.mean[chosen] / scales[0].size, compared.y.mean[chosen] / scales[1].size
 
 
-def _markers(
-    compared: TradeOff, places: Places, name: str, own: Mask, scales: Scales, style: Style, coloured: Sequence[Axis]
-) -> list[Mark]:
-    good, pale = own & compared.met & ~compared.dominated, own & compared.dominated
+def _beside(compared: TradeOff, places: Places, coloured: Sequence[Axis]) -> Axis | None:
+    """Return the axis whose values stand beside markers: the only one that colours do not tell, if places are few."""
     rest = [axis for axis in places.axes if axis not in coloured]
-    count = int((compared.known & compared.met & ~compared.dominated).sum())
-    few = count <= MOST_LABELLED and len(rest) == 1
-    labels = [rest[0].written[code] for code in places.codes[good, places.columns(rest)[0]]] if few else ()
+    return rest[0] if len(rest) == 1 and compared.good.sum() <= MOST_LABELLED else None
+
+
+def _markers(
+    compared: TradeOff, places: Places, name: str, own: Mask, scales: Scales, style: Style, beside: Axis | None
+) -> list[Mark]:
+    good, pale = own & compared.good, own & compared.dominated
+    labels = [beside.written[code] for code in places.codes[good, places.axes.index(beside)]] if beside else ()
     x, y = _at(compared, good, scales)
     sure = good.copy()
-    if count > MOST_WHISKERS:
+    if compared.good.sum() > MOST_WHISKERS:
         sure &= np.isin(np.arange(len(good)), compared.best)
     wide, high = (np.isfinite(means.half) & sure for means in (compared.x, compared.y))
     mixed = (round(part + (255 - part) * PALE) for part in style.rgb)  # with white

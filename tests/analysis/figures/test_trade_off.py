@@ -112,10 +112,12 @@ def test_a_marker_is_named_by_all_that_its_point_sets(tmp_path: Path) -> None:
         rows = [row(each, **{PAIR[0]: 9.0 + at, PAIR[1]: 1.0 + at % 20}) for at, each in enumerate(points)]
         table = sweep_table.read(written(tmp_path / "t.parquet", rows))
         made = sweep_table.places(table)
-        marks = _marks(sweeps.pareto(table, made, PAIR, []), Points)
+        chart = sweeps.pareto(table, made, PAIR, [])
+        marks = _marks(chart, Points)
         names, labels = {mark.name for mark in marks} - {""}, [label for mark in marks for label in mark.labels]
         best = np.flatnonzero(~sweeps.trade_off(table, made, PAIR, []).dominated).tolist()
         if count == 3:
-            assert names == {*table.axes[0].values} and not labels
+            assert names == {*table.axes[0].values} and not labels and "Beside" not in chart.caption
         else:
+            assert chart.caption.endswith(" Beside a marker: its point.")
             assert names == {"t"} and [*map(int, labels)] == [at + 1 for at in best]
