@@ -6,6 +6,7 @@ Their size is bounded: a short text can become neither many values nor a deep on
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -68,7 +69,7 @@ class Document:
             complaints = list(dict.fromkeys(map(self._complaint, entries[:most])))
             if len(entries) > most > 1:
                 complaints.append(f"{self.file}: {len(entries) - most} more mistakes are not listed")
-            raise self.error("\n".join(complaints), path_of(entries[0]), wording(entries[0])) from None
+            raise self.error("\n".join(complaints), path_of(entries[0], self.data), wording(entries[0])) from None
 
     def bad(self, field: str, expected: str) -> UserError:
         """Return the error of a field that is not as expected."""
@@ -78,21 +79,17 @@ class Document:
 
     def error(self, message: str, path: PathParts, reason: str) -> UserError:
         """Return `message` as an error of the field at `path`; `reason` is what is wrong with it."""
-        value: Any = self.data
-        for part in path:
-            inside = isinstance(value, dict) and part in value
-            value = value[part] if inside or (isinstance(value, list) and isinstance(part, int)) else None
         return self.error_type(
             message,
             file=self.file,
             line=self.line(path),
             field=".".join(map(str, path)) or None,
-            value=value,
+            value=value_at(self.data, path),
             bound=reason.partition(", ")[2] if reason.startswith("got ") else reason,
         )
 
     def _complaint(self, entry: dict[str, Any]) -> str:
-        path, reason = path_of(entry), wording(entry)
+        path, reason = path_of(entry, self.data), wording(entry)
         where = self.where(path)
         dotted = ".".join(cut(str(part), 60) for part in path)
         return f"{where}: {dotted}: {reason}" if dotted else f"{where}: {reason}"
@@ -117,11 +114,13 @@ def _child(node: Node | None, part: str | int) -> tuple[Node, Node] | None:
     return None
 
 
-def path_of(entry: dict[str, Any]) -> PathParts:
-    """Return the path of an entry of a ValidationError in the document."""
-    found = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>|\[key\]", str(part)))
+def path_of(entry: dict[str, Any], data: Mapping[Any, Any] | None = None) -> PathParts:
+    """Return the path of an entry of a ValidationError of `data`. Fields that stand for a list have no position."""
+    path = tuple(part for part in entry["loc"] if not re.fullmatch(r"<.*>|\[key\]", str(part)))
+    if data and path[1:] and isinstance(path[1], int) and isinstance(data.get(path[0]), Mapping):
+        path = (path[0], *path[2:])
     field = entry.get("ctx", {}).get("field")
-    return (*found, *split(field)) if field else found
+    return (*path, *split(field)) if field else path
 
 
 def wording(entry: dict[str, Any]) -> str:
@@ -210,6 +209,14 @@ def write(values: dict[str, Any]) -> str:
     out = StringIO()
     yaml.dump(values, out)
     return out.getvalue()
+
+
+def value_at(values: Any, path: PathParts) -> Any:
+    """Return the value at a path in fields and lists, None if there is none."""
+    for step in path:
+        entry = isinstance(values, list) and isinstance(step, int) and step < len(values)
+        values = values[step] if entry else values.get(step) if isinstance(values, dict) else None
+    return values
 
 
 def split(dotted: str) -> PathParts:

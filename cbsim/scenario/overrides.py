@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from cbsim.errors import ScenarioError, beginning
 from cbsim.scenario import shapes
-from cbsim.scenario.documents import Document, PathParts, parse, split
+from cbsim.scenario.documents import Document, PathParts, parse, split, value_at
 from cbsim.scenario.fields import By, Frozen, cut, shown
 
 NOT_FINITE = {"NaN": ".nan", "Infinity": ".inf", "-Infinity": "-.inf"}  # in JSON, in YAML
@@ -35,20 +35,20 @@ def apply(
     data, changed = copy.deepcopy(document.data), list[PathParts]()
 
     def usual(path: PathParts) -> Any:
-        return None if any(path[: len(kind)] == kind for kind in changed) else copy.deepcopy(_at(make(), path))
+        return None if any(path[: len(kind)] == kind for kind in changed) else copy.deepcopy(value_at(make(), path))
 
     for path, value, override in written:
         for at, name in enumerate(path[:-1]):
             if name in shapes.NAMED and path[:at][-1:] in ((), ("server",), ("drafter",)):
-                _spell_out(_at(data, path[:at]), str(name), base)
-        union, present = union_at(part, path), _at(data, path)
+                _spell_out(value_at(data, path[:at]), str(name), base)
+        union, present = union_at(part, path), value_at(data, path)
         if value is None:
             changed.append(path)
         if union and value != (usual(path) if present is None else present):
             changed.append(path[:-1])
         assign(data, path, value, override, usual)
         if union and (member := union.member(str(value))):
-            chosen = _at(data, path[:-1])
+            chosen = value_at(data, path[:-1])
             for unknown in chosen.keys() - member.model_fields:
                 del chosen[unknown]
     return Document(document.file, document.root, data, tuple((path, override) for path, _, override in written))
@@ -151,16 +151,9 @@ def assign(
         data = data[step]
 
 
-def _at(values: Any, path: PathParts) -> Any:
-    for step in path:
-        entry = isinstance(values, list) and isinstance(step, int) and step < len(values)
-        values = values[step] if entry else values.get(step) if isinstance(values, dict) else None
-    return values
-
-
 def _spell_out(data: Any, field: str, base: Path) -> None:
     """Replace a model's or GPU's name by its fields, so that one of them can be overridden."""
-    name = _at(data, (field,))
+    name = value_at(data, (field,))
     if isinstance(name, str):
         with beginning(field, field=field):
             data[field] = shapes.NAMED[field](name, base).model_dump(mode="json")

@@ -34,6 +34,7 @@ from cbsim.search.probe import terms as terms_of
 from cbsim.stats import intervals
 from cbsim.stats.intervals import Interval
 from cbsim.sweeps.store import Run, Runs
+from cbsim.sweeps.sweep_file import check_once
 from cbsim.workload import generators
 
 TENSOR = (1, 2, 4, 8)
@@ -308,7 +309,8 @@ def sizing(
     elif Path(load).suffix == ".csv":
         document = Document("--load", None, {"kind": "csv", "path": str(load)})
     else:
-        path = catalog.scenario(load)
+        with beginning("--load", field="load"):
+            path = catalog.scenario(load)
         document, folder = documents.read(path), path.parent
     document = document if "workload" in document.data else document.within("workload")
     about = {"name": "recommended", "question": f"Which servers of {model} keep the conditions at the least price?"}
@@ -329,8 +331,8 @@ def candidates(
     _check_fields(sizing, knobs)
     knobs = knobs or _usual_knobs(sizing)
     splits = SPLITS if sizing.hand_off else ()
-    if (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values())) * (1 + len(splits))) > MOST:
-        raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, must be <= {MOST:,}", value=number)
+    if not 1 <= (number := len(cards) * len(tensor) * math.prod(map(len, knobs.values())) * (1 + len(splits))) <= MOST:
+        raise ScenarioError(f"--cards, --tensor, --knob: {number:,} candidates, expected 1 to {MOST:,}", value=number)
     settings = [dict(zip(knobs, values, strict=True)) for values in product(*knobs.values())]
     servers = [
         Server(name, card, gpus, chosen, _stages({**_stated(sizing), **chosen}))
@@ -343,8 +345,8 @@ def candidates(
     made = [*(Candidate(sizing, server, prefills=share) for server in servers for share in splits), *made]
     if fit := [each for each in made if 0 < each.gpus(1) <= sizing.most_gpus]:
         return fit
-    bound = f"expected names such as h100,l40s, and --tensor of at most --most ({sizing.most_gpus})"
-    raise ScenarioError(f"--cards {','.join(cards)}: no candidate, {bound}", field="cards", bound=bound)
+    needs, bound = min(each.gpus(1) for each in made), f"must be from 1 to --most ({sizing.most_gpus})"
+    raise ScenarioError(f"--tensor {min(tensor)}: needs {needs} GPUs, {bound}", field="tensor", bound=bound)
 
 
 def _usual_knobs(sizing: Sizing) -> Mapping[str, Sequence[Any]]:
@@ -369,6 +371,7 @@ def _stages(stated: Mapping[str, Any]) -> int:
 
 def _check_fields(sizing: Sizing, knobs: Mapping[str, Sequence[Any]]) -> None:
     """Raise ScenarioError for a change of what the search sets, or a knob that is no setting of a server."""
+    check_once(fields_of(sizing.changes), knobs)
     bound = "expected a setting that MODEL, --cards and --tensor do not set, such as scheduler.max_num_seqs"
     for name in (*fields_of(sizing.changes), *knobs):
         sought = name == "model" or any(f"{name}.".startswith(f"{field}.") for field in SOUGHT)

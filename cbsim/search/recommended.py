@@ -81,9 +81,7 @@ def study(answer: Recommended, out: Path = Path()) -> Report:
 
 def _scenarios(answer: Recommended) -> dict[str, str]:
     """Return the files of the answers' scenarios, by name."""
-    return {
-        f"scenarios/{label.partition(':')[0]}.yaml": scenarios.dump(search.scenario) for label, search in answer.answers
-    }
+    return {f"scenarios/{name.partition(':')[0]}.yaml": scenarios.dump(each.scenario) for name, each in answer.answers}
 
 
 def write(answer: Recommended, out: Path, command: str) -> None:

@@ -35,7 +35,7 @@ from cbsim.workload import generators
 
 FORM = "expected FIELD=A..B (doubling), FIELD=A..B:STEP, or FIELD=VALUE,VALUE"
 NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
-RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::({NUMBER}))?")
+RANGE = re.compile(rf"({NUMBER})\.\.({NUMBER})(?::({NUMBER}))?", re.ASCII)
 MOST = 10_000
 EVEN, SURE = 0.5, 1 - 1e-6
 
@@ -128,8 +128,9 @@ def candidates(
             raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
     source = scenario.model_dump(mode="json") if isinstance(scenario, Scenario) else scenario
     source = str(source) if isinstance(source, Path) else source
+    sweep_file.check_once(fields_of(changes), knobs)
     fields = {"name": "tune", "scenario": source, "set": fields_of(changes), "axes": dict(knobs)}
-    built = sweep.of(*sweep_file.read(fields))
+    built = sweep.of(*sweep_file.read(fields), option="--knob")
     _check(goal, [point.scenario for point in built])
     return built
 

@@ -7,6 +7,7 @@ A point is a resolved scenario of one loop. All points are built before the firs
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -41,6 +42,7 @@ from cbsim.workload import generators
 LARGEST_SEED = 2**63 - 1  # the largest integer that a column of the table holds
 MOST_LISTED, MOST_REASONS = 20, 10
 """The largest number of mistakes and of failures listed; points with the same one count once."""
+VALUES = re.compile(r"(?<=got )[^,]+|\([^)]*\)")  # in which points differ that make one mistake
 FILES: dict[Keep, tuple[str, ...]] = {
     "summary": ("summary.json",),
     "tables": ("summary.json", "steps.parquet", "requests.parquet"),
@@ -72,13 +74,13 @@ def variants(source: str | Path | Mapping[str, Any], base: Path) -> scenarios.Va
     return scenarios.variants(beside if beside.is_file() else source)
 
 
-def of(sweep: SweepFile, base: Path) -> list[Point]:
+def of(sweep: SweepFile, base: Path, option: str = "") -> list[Point]:
     """Return all points of a sweep in order; their data are read. Raises a ScenarioError that lists every point that
-    cannot be built.
+    cannot be built, and names the `option` of a command line that has the axes.
     """
     make, always = variants(sweep.scenario, base), written(sweep.set)
     points, workloads = list[Point](), set[Any]()
-    mistakes: dict[str, dict[str, None]] = {}  # the points that make one, without their replicates
+    mistakes: dict[str, tuple[str, dict[str, None]]] = {}  # the first, the points that make it but for its value
     for number, (settings, replicate) in enumerate(sweep.settings()):
         overrides = list[str]()
         try:
@@ -89,13 +91,13 @@ def of(sweep: SweepFile, base: Path) -> list[Point]:
                 workloads.add(scenario.workload)
         except ScenarioError as error:
             label = f"point {number // sweep.replicates} ({_fields(settings)})" if settings else "the scenario"
-            given, reason = [f"--set {cut(each)}" for each in overrides], str(error)
+            given, reason = [f"--set {cut(each)}" for each in overrides if not (option and each in always)], str(error)
             for said in (f" with {', '.join(given)}", *(f"{each}: " for each in given)):
                 reason = reason.replace(said, "")  # the label has it
             for line in reason.splitlines():
-                mistakes.setdefault(line, {})[label] = None
+                mistakes.setdefault(VALUES.sub("", line), (line, {}))[1][label] = None
     if mistakes:
-        raise ScenarioError(_summary_of(mistakes, sweep.name))
+        raise ScenarioError(_summary_of(list(mistakes.values()), option or f"sweep {sweep.name}"))
     return points
 
 
@@ -129,14 +131,14 @@ def _built(scenario: Scenario, settings: Settings, replicate: int) -> list[Point
     return [Point(settings, replicate, each, identity.key(each)) for each in runs]
 
 
-def _summary_of(mistakes: Mapping[str, Iterable[str]], name: str) -> str:
+def _summary_of(mistakes: Sequence[tuple[str, Iterable[str]]], head: str) -> str:
     """Return a message that lists every mistake once, with the points that make it."""
-    count = len({label for labels in mistakes.values() for label in labels})
-    lines = [f"{first_of(labels)}: {error}" for error, labels in mistakes.items()]
+    count = len({label for _, labels in mistakes for label in labels})
+    lines = [f"{first_of(labels)}: {error}" for error, labels in mistakes]
     if count == 1:
-        return "\n".join(f"sweep {name}: {line}" for line in lines)
+        return "\n".join(f"{head}: {line}" for line in lines)
     more = [f"and {len(lines) - MOST_LISTED} other mistakes"] if len(lines) > MOST_LISTED else []
-    return "\n  ".join([f"sweep {name}: {count} points cannot be built; nothing was run", *lines[:MOST_LISTED], *more])
+    return "\n  ".join([f"{head}: {count} points cannot be built; nothing was run", *lines[:MOST_LISTED], *more])
 
 
 class Row(NamedTuple):
@@ -170,9 +172,7 @@ def table_of(rows: Sequence[Row], command: str = "") -> pa.Table:
     """
     points = [row.point for row in rows]
     columns = {"loop": optional([point.loop for point in points], str)}
-    axes = [
-        {name: value for name, value in each.settings.items() if name not in ("loop.mode", "seed")} for each in points
-    ]
+    axes = [{name: value for name, value in of.settings.items() if name not in ("loop.mode", "seed")} for of in points]
     columns |= _columns(axes, _typed)
     columns["seed"] = optional([point.scenario.seed for point in points], int)
     columns["replicate"] = optional([point.replicate for point in points], int)

@@ -6,7 +6,7 @@ The fields of one axis take their values together; axes multiply.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -68,13 +68,13 @@ class LogRange(Frozen):
 
 def _check(low: float, high: float, name: str, each: float | None, count: int | None, least: int) -> None:
     if high <= low:
-        raise complaint(f"got {high:g}, must be > {low:g}, the first value", "high")
+        raise complaint(f"got {high:.12g}, must be > {low:.12g}, the first value", "high")
     if (each is None) == (count is None):
         raise complaint(f"got {'both' if count else 'neither'}, expected one of {name} and count", name)
     if each is not None and each <= least:
-        raise complaint(f"got {each:g}, must be > {least}", name)
+        raise complaint(f"got {each:.12g}, must be > {least}", name)
     if each is not None and (_octaves(low, high) / math.log2(each) if least else (high - low) / each) > MOST_VALUES:
-        raise complaint(f"got {each:g}, gives more than {MOST_VALUES:,} values", name)
+        raise complaint(f"got {each:.12g}, gives more than {MOST_VALUES:,} values", name)
 
 
 def _reached(span: float, each: float | None) -> int:
@@ -170,9 +170,7 @@ class Axis(Frozen):
             raise complaint(f"fields that advance together have as many values; got {counts}")
         seen: dict[Any, int] = {}
         for at, point in enumerate(self.settings()):
-            plain = {
-                name: value if isinstance(value, int | float | str) else repr(value) for name, value in point.items()
-            }
+            plain = {name: each if isinstance(each, int | float | str) else repr(each) for name, each in point.items()}
             if (first := seen.setdefault(tuple(sorted(plain.items())), at)) != at:
                 fields = ", ".join(f"{name}={shown(value)}" for name, value in point.items())
                 raise complaint(f"has {fields} twice: at {first} and {at}")
@@ -246,6 +244,13 @@ class SweepFile(Frozen):
                 yield settings, replicate
 
 
+def check_once(fields: Iterable[str], axes: Container[str], source: str = "--set", other: str = "--knob") -> None:
+    """Raise ScenarioError for a field whose value in `source` no point would have, as the axes of `other` set it."""
+    for name in fields:
+        if name in axes:
+            raise ScenarioError(f"{source} {name}: is set by {other}, too; expected one of them", field=name)
+
+
 def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
     """Return a sweep given as a file or its fields, with changes of its scenario, and the folder of its paths. Raises
     ScenarioError.
@@ -258,4 +263,7 @@ def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
     else:
         raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
     sweep = document.checked(SweepFile)
-    return sweep.model_copy(update={"set": {**sweep.set, **fields_of(changes)}}), base
+    sweep = sweep.model_copy(update={"set": {**sweep.set, **fields_of(changes)}})
+    axes = [name for axis in sweep.axes for name in axis.settings()[0] if all(name in each for each in axis.points)]
+    check_once(sweep.set, axes + ["loop.mode"] * len(sweep.loop), f"{document.where(('set',))}: set:", "axes or loop")
+    return sweep, base

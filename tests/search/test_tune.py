@@ -52,7 +52,10 @@ def test_knobs_are_ranges_or_lists(text: str, values: list[Any]) -> None:
         (["x=0..2"], "--knob x=0..2: got 0.0, must be > 0 where it doubles; x=A..B:STEP may begin with less"),
         (["x=1..2:0"], "must be > 0"),
         (["x=1..9e9:1"], "more than 100,000 values"),
-        *(([f"x={values}"], "expected FIELD=A..B") for values in ("1.2.3..4", "4..", "..4", "1...4", "a..b", "4..8:")),
+        *(
+            ([f"x={values}"], "expected FIELD=A..B")
+            for values in ("1.2.3..4", "4..", "..4", "1...4", "a..b", "4..8:", "1..\uff14")
+        ),
         (["x=[1, 2"], "not valid YAML"),
         (["x=1,2", "x=3"], "x has another knob"),
     ],
@@ -222,7 +225,17 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("--knob", "scheduler.max_num_seq=1..4"), ("max_num_seq: unknown field", "did you mean max_num_seqs?")),
+        (("--knob", "nosuch=1"), ("cbsim: --knob: point 0 (nosuch=1): nosuch: unknown field",)),
+        (
+            ("--knob", "scheduler.max_num_seqs=1,2", "--set", "nosuch=1"),
+            ("point 0 (scheduler.max_num_seqs=1) and 1 more: --set nosuch=1: nosuch: unknown field",),
+        ),
         (("--knob", "scheduler.max_num_seqs=4..1"), ("got 1, must be > 4",)),
+        (
+            ("--knob", "scheduler.max_num_seqs=8,16", "--set", "scheduler.max_num_seqs=4"),
+            ("cbsim: --set scheduler.max_num_seqs: is set by --knob, too; expected one of them",),
+        ),
+        (("--knob", "loop.mode=sync,async", "--loop", "sync"), ("--set loop.mode: is set by --knob, too",)),
         (("--knob", "scheduler.name=vllm", "--check", "tttf.p99<=1s"), ("--check 'tttf.p99<=1s'", "did you mean")),
         (("--knob", "scheduler.name=vllm", "--set", "slo=null"), ("slo",)),
         (("--knob", "seed=1,2"), ("seed is no knob", "replicates take seeds of their own")),
@@ -235,6 +248,15 @@ def test_mistakes_run_nothing(constant: Path, tmp_path: Path, words: tuple[str, 
     assert said.status == 2 and not said.out and "Traceback" not in said.err
     assert [word for word in says if word not in said.err] == []
     assert not (tmp_path / "store").exists()
+
+
+def test_a_mistake_of_many_values_is_told_once(constant: Path, tmp_path: Path) -> None:
+    """... whatever its numbers are, with the first value and how many others there are."""
+    words = ("--maximise", "goodput", "--store", tmp_path / "store", "--knob", "scheduler.max_num_seqs=1..10000000000")
+    said = call("tune", constant, *words, "--set", "scheduler.max_num_batched_tokens=64")
+    head, *lines = said.err.splitlines()
+    assert (said.status, head) == (2, "cbsim: --knob: 27 points cannot be built; nothing was run")
+    assert len(lines) == 1 and lines[0].startswith("  point 7 (scheduler.max_num_seqs=128) and 26 more: ")
 
 
 def test_nothing_is_announced_before_a_refusal(small: Path, tmp_path: Path) -> None:  # noqa: F811

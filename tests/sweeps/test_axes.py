@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cbsim.errors import ScenarioError
 from cbsim.sweeps import sweep_file
+from cbsim.sweeps.sweep import of
 from cbsim.sweeps.sweep_file import LogRange, Range
 
 
@@ -66,6 +67,12 @@ def test_fields_of_an_axis_advance_together_and_points_are_as_written() -> None:
     assert {place["loop.mode"] for place in made} == {"sync"}
 
 
+def test_points_that_set_nothing_else_have_what_is_set() -> None:
+    """A field of `set` that only some points set counts at the others."""
+    fields = {"scenario": "8k_b32", "set": {"seed": 7}, "axes": {"points": [{"seed": 1}, {"workload.requests": 2}]}}
+    assert [point.scenario.seed for point in of(*sweep_file.read({**fields, "loop": ["sync"]}))] == [1, 7]
+
+
 def test_points_are_counted_before_they_are_made() -> None:
     axes = {name: {"range": {"low": 1, "high": 1e4, "step": 1}} for name in ("seed", "workload.requests")}
     with pytest.raises(ScenarioError, match=r"axes: give 100,000,000 points, must be <= 1,000,000"):
@@ -75,16 +82,29 @@ def test_points_are_counted_before_they_are_made() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"axes": {"seed": {"range": {"low": 3, "high": 1, "step": 1}}}}, "axes.0.seed.range.high: got 1, must be > 3"),
+        ({"axes": {"seed": {"range": {"low": 3, "high": 1, "step": 1}}}}, "axes.seed.range.high: got 1, must be > 3"),
         (
             {"axes": {"seed": {"range": {"low": 1, "high": 3}}}},
             "seed.range.step: got neither, expected one of step and",
         ),
-        ({"axes": {"seed": {"log": {"low": 0, "high": 3, "count": 3}}}}, "axes.0.seed.log.low: got 0.*must be > 0"),
-        ({"axes": {"seed": {"log": {"low": 1, "high": 3, "factor": 1}}}}, "axes.0.seed.log.factor: got 1, must be > 1"),
+        ({"axes": {"seed": {"log": {"low": 0, "high": 3, "count": 3}}}}, "axes.seed.log.low: got 0.*must be > 0"),
+        ({"axes": {"seed": {"log": {"low": 1, "high": 3, "factor": 1}}}}, "axes.seed.log.factor: got 1, must be > 1"),
         ({"axes": {"seed": {"range": {"low": 0, "high": 1, "step": 1e-9}}}}, "gives more than 100,000 values"),
-        ({"axes": {"seed": {"range": {"low": 0, "top": 1}}}}, r"axes.0.seed.range.top: unknown field"),
-        ({"axes": {"seed": []}}, "axes.0.seed: got an empty list"),
+        ({"axes": {"seed": {"range": {"low": 0, "top": 1}}}}, r"axes.seed.range.top: unknown field"),
+        ({"axes": {"seed": []}}, "axes.seed: got an empty list"),
+        ({"axes": [{"seed": []}]}, "axes.0.seed: got an empty list"),
+        ({"axes": {"points": {"seed": 1}}}, r"axes.points: got {'seed': 1}, expected a list"),
+        (
+            {"axes": {"seed": {"log": {"low": 1, "high": 3, "factor": 1.0000001}}}},
+            "axes.seed.log.factor: got 1.0000001, gives more than 100,000 values",
+        ),
+        (
+            {"axes": {"seed": {"range": {"low": 1.0000002, "high": 1.0000001, "count": 2}}}},
+            "axes.seed.range.high: got 1.0000001, must be > 1.0000002",
+        ),
+        ({"set": {"seed": 7}, "axes": {"seed": [1, 2]}}, "sweep: set: seed: is set by axes or loop, too; expected one"),
+        ({"set": {"seed": 7}, "axes": {"points": [{"seed": 1}, {"seed": 2}]}}, "set: seed: is set by axes or loop"),
+        ({"set": {"loop.mode": "sync"}, "loop": ["async"]}, "set: loop.mode: is set by axes or loop"),
         ({"axes": {"loop": [{"mode": "sync"}]}}, "loop is no axis, expected loop.mode"),
         ({"scenario": 5}, "scenario: got 5, expected a name, a file or fields"),
         ({"axes": [{"a": [1, 2], "b": [1]}]}, "as many values; got a 2, b 1"),

@@ -82,6 +82,8 @@ def test_a_seed_that_no_table_holds_is_told_before_anything_runs(small: Path, tm
         lambda: cbsim.sweep({"scenario": "8k_b32"}, jobs=0),
         lambda: cbsim.sweep({"scenario": "8k_b32", "set": 5}, {"seed": 1}),
         lambda: cbsim.sweep({"scenario": "8k_b32", "axes": {"seed": [object()]}}),
+        lambda: cbsim.sweep({"scenario": "8k_b32", "axes": {"seed": [1]}}, {"seed": 2}),
+        lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", changes={"scheduler.max_num_seqs": 4}),
         lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", slo="ttft.p99<=2s"),
         lambda: cbsim.tune("rates", {"scheduler.max_num_seqs": [8]}, "goodput", changes="seed=1"),
     ],
@@ -161,14 +163,15 @@ def test_what_is_no_run_gives_way_to_the_run(sweep: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("axes", "says"),
     [
-        ("{workload.requests: [2, 2.0]}", ("axes.0: has workload.requests=2.0 twice: at 0 and 1",)),
-        ("{points: [{seed: 1}, {seed: 2}, {seed: 1}]}", ("axes.0: has seed=1 twice: at 0 and 2",)),
+        ("{workload.requests: [2, 2.0]}", ("wrong.yaml:2: axes: has workload.requests=2.0 twice: at 0 and 1",)),
+        ("{points: [{seed: 1}, {seed: 2}, {seed: 1}]}", ("axes: has seed=1 twice: at 0 and 2",)),
+        ("{seed: [1, 2]}\nset: {seed: 3}", ("wrong.yaml:3: set: seed: is set by axes or loop, too",)),
         ("{seed: [1, 2]}\nloop: [sync, async, sync]", ("loop: has a loop twice: sync, async, sync",)),
         (
-            "{workload.requests: [-3, x, .nan]}",
+            "{workload.requests: [-3, x, .nan, -4]}",
             (
-                "point 0 (workload.requests=-3): workload.requests: got -3",
-                "point 2 (workload.requests=nan): workload.requests: got nan",
+                "point 0 (workload.requests=-3) and 1 more: workload.requests: got -3",
+                "point 1 (workload.requests=x) and 1 more: workload.requests: got 'x', expected a whole number",
             ),
         ),
         (
