@@ -72,9 +72,8 @@ def uneven(decodes: float, context: float, longest: float, unsplit_rows: float) 
     """Return by how many KV tokens the longest part of a decoding row exceeds an even share of what `unsplit_rows`, the
     rows that fill the device, have to read: attention ends with its longest part. 0 if that number is unknown.
     """
-    if not (decodes and unsplit_rows):
-        return 0.0
-    return max(0.0, longest / splits(unsplit_rows / decodes) - context / unsplit_rows)
+    times = unsplit_rows / decodes if decodes else 0.0
+    return max(0.0, longest / splits(times) - context / unsplit_rows) if times else 0.0
 
 
 class Curve:

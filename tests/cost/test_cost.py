@@ -120,6 +120,7 @@ def test_fitted_pays_for_the_longest_part_of_a_decoding_row() -> None:
     for rows in (1, 2, 16, 32):
         alike = plan(rows, rows * 99, longest_context=99)
         assert cost.gpu_ns(alike, rows) == FITTED.gpu_ns(alike, rows)
+    assert replace(FITTED, unsplit_rows=5e-324).gpu_ns(two, 2) == FITTED.gpu_ns(two, 2), "the least number there is"
     assert [splits(times) for times in (1e-3, 1.4, 1.5, 2.8, 2.9, 1e9)] == [1, 1, 2, 2, 4, 64]
 
 
