@@ -155,7 +155,7 @@ def first_minute(pack: Path) -> Report:
                 f"{title}: {first} requests fitted, {rest} predicted: {errors(made.unseen)}; with terms as they were: "
                 f"{errors(before)}. Not determined: {', '.join(made.undetermined) or 'none'}."
             )
-            tables += [replace(each, title=f"{title}: {each.title.lower()}") for each in fit_tables(made)]
+            tables += [each._replace(title=f"{title}: {each.title.lower()}") for each in fit_tables(made)]
             terms = {field: of.model_dump() for field, of in made.terms.items()}
             runs[title] = {"terms": terms, "errors": _errors(made.unseen), "errors_before": _errors(before)}
             charts.append(replace(chart(made), key=title.replace(", ", "-").replace(" ", "-"), title=title))

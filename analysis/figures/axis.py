@@ -5,7 +5,7 @@ service level (SLO) in latency figures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,6 +203,6 @@ def with_slo(panel: Panel, limit: float | None, most: float, seconds: float, *, 
     if limit is None or not most:
         return panel
     if limit > SLO_NEAR * most:
-        return replace(panel, title=f"{panel.title} (SLO {shown(limit, 's')}, beyond the edge)")
+        return panel._replace(title=f"{panel.title} (SLO {shown(limit, 's')}, beyond the edge)")
     mark = (Level if level else Edge)("SLO", limit / seconds, SLO_STYLE)
-    return replace(panel, marks=[*panel.marks, mark])
+    return panel._replace(marks=[*panel.marks, mark])

@@ -6,7 +6,6 @@ checks whether they may be compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -179,14 +178,14 @@ def curves(swept: Sweep) -> Chart:
     if swept.by_rate:
         x = np.unique(np.concatenate(list(xs.values())))
         offered = Line("as many as offered", x, x, Style(GREY, "dotted"))
-        panels[-1] = replace(panels[-1], marks=[offered, *panels[-1].marks])
+        panels[-1] = panels[-1]._replace(marks=[offered, *panels[-1].marks])
     edges = [
         Edge(f"{label}: knee", known.rate, Style(series(index).colour, "dashdot"))
         for index, (label, known) in enumerate(knees.items())
         if known.rate is not None
     ]
     common: Any = {"x": "requests/s offered" if swept.by_rate else swept.field, "x_log": spread(xs.values())}
-    panels = [replace(panel, marks=[*edges, *panel.marks], **common) for panel in panels]
+    panels = [panel._replace(marks=[*edges, *panel.marks], **common) for panel in panels]
     return Chart("sweep", f"Sweep of {swept.field}", _caption(swept, knees), panels, columns=2)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -86,7 +86,7 @@ def _panel(
     panel = Panel(marks, x_name, scale.name, title=metric.label, y_log=spread([known]), categories=labels)
     if view.x and numbers is not None:
         at, names = ticks(view.x, numbers)
-        panel = replace(panel, x_log=log_spaced(numbers), x_ticks=at, categories=names)
+        panel = panel._replace(x_log=log_spaced(numbers), x_ticks=at, categories=names)
     return axis.with_slo(panel, limit, most, scale.size, level=True)
 
 

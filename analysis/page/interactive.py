@@ -12,7 +12,6 @@ import html
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +46,7 @@ def figure(chart: Chart) -> Dict:
                 traces = [_bars(mark, panel, bars) if isinstance(mark, Bars) else DRAWN[type(mark)](mark, panel)]
             data += [common | axes | trace for trace in traces]
             bars += isinstance(mark, Bars)
-    wide, narrow = layout(chart, WIDE_PX), layout(replace(chart, columns=1), NARROW_PX)
+    wide, narrow = layout(chart, WIDE_PX), layout(chart._replace(columns=1), NARROW_PX)
     return {"data": data, "layout": wide | {"shapes": shapes}, "narrow": narrow | {"shapes": shapes}}
 
 

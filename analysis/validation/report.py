@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def caveats(cases: Sequence[ValidationCase]) -> list[Caveat]:
     for caveat in trust.caveats(runs):
         names = [name for name in caveat.run.split(", ") if name in labels]
         more = f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED:,} more"
-        made.append(caveat if len(names) <= MOST_NAMED else replace(caveat, run=more))
+        made.append(caveat if len(names) <= MOST_NAMED else caveat._replace(run=more))
     return made
 
 
@@ -120,7 +120,7 @@ def case_lanes(case: ValidationCase) -> Chart:
     }
     middle = min(map(len, frames.values())) // 2
     lanes = lane_chart.lanes(frames, (max(0, middle - STEPS_SHOWN // 2), STEPS_SHOWN), as_given=True)
-    return replace(lanes, title=f"{case.name}: CPU and GPU, measured above simulated")
+    return lanes._replace(title=f"{case.name}: CPU and GPU, measured above simulated")
 
 
 def scores(cases: Sequence[ValidationCase]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ print; dash, marker or hatch distinguishes what colour does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -71,8 +70,7 @@ def series(index: int) -> Style:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A line, y over x of equal length, x ascending; NaN leaves a gap. `step`: a value holds from its x to the next."""
 
     name: str
@@ -82,8 +80,7 @@ class Line:
     step: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Area:
+class Area(NamedTuple):
     """An area filled between `low` and `high` over x, of equal length."""
 
     name: str
@@ -94,8 +91,7 @@ class Area:
     step: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
+class Spans(NamedTuple):
     """A set of horizontal bars from `start` to `end`, bar i on row `row[i]` of a panel with rows. `texts`, if given,
     are shown when a bar is pointed at; `labels`, if given, are written into bars that are wide enough.
     """
@@ -116,8 +112,7 @@ class Spans:
         return reach > 0 and float((self.end - self.start).max()) < reach / 100
 
 
-@dataclass(frozen=True, slots=True)
-class Points:
+class Points(NamedTuple):
     """A set of markers at (x, y). `texts`, if given, are shown when pointed at; `labels` are written beside them."""
 
     name: str
@@ -135,8 +130,7 @@ def equality(marks: Sequence[Points], dash: str = "dotted") -> Line:
     return Line("equal", ends, ends, Style(GREY, dash))
 
 
-@dataclass(frozen=True, slots=True)
-class Whiskers:
+class Whiskers(NamedTuple):
     """A set of intervals from `low` to `high`, vertical at x = `at`; with `level` horizontal at y = `at`."""
 
     name: str
@@ -147,8 +141,7 @@ class Whiskers:
     level: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(NamedTuple):
     """A coloured cell for each row and category of a panel that has both, from pale to dark between `low` and `high`.
     `values` and `texts` have a row a row and a column a category; NaN leaves a cell empty. `labels` are written into
     cells. `unit` stands beside the scale of colours, which may be logarithmic.
@@ -172,8 +165,7 @@ class Cells:
         return shares
 
 
-@dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(NamedTuple):
     """A set of vertical bars at whole x of a panel with categories; series of one panel are side by side."""
 
     name: str
@@ -183,8 +175,7 @@ class Bars:
     labels: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(NamedTuple):
     """A horizontal line across the panel, with its name."""
 
     name: str
@@ -192,8 +183,7 @@ class Level:
     style: Style
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A vertical line across the panel, with its name."""
 
     name: str
@@ -206,8 +196,7 @@ Mark = Line | Area | Spans | Points | Whiskers | Cells | Bars | Level | Edge
 THINNEST = 0.004  # share of a panel's height: less than a pixel
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """Axes with marks, the first one lowest. `rows` name the rows of Spans, 0 at the top; `categories` name x of Bars.
     `y_range` or `x_range` fix the range shown at first; without `y_range` a linear y axis starts at 0. `x_ticks` are
     the numbers written on the x axis, as `categories` if there are any. A `tall` panel has room for many points.
@@ -239,8 +228,7 @@ class Panel:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """A figure: `key` names its files, `caption` describes its content, and what was left out or thinned. Panels fill a
     grid of `columns` row by row. With `share_x` all have one x axis, and zoom together.
     """

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbsim.draw import folder, render
 from cbsim.draw.chart import Chart
@@ -20,8 +20,7 @@ from cbsim.metrics.terminal import aligned
 MOST_COLUMNS = 4  # runs in the table of tiles; a table of the report has the numbers of more
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """A table of text under a header; all columns but the first are numbers, right-aligned. `note` is above it."""
 
     title: str
@@ -30,8 +29,7 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A headline number of a run. `metric` is its dotted key in summary.json."""
 
     metric: str
@@ -40,8 +38,7 @@ class Tile:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Caveat:
+class Caveat(NamedTuple):
     """A reason not to trust a number. `kind` is a short stable name, `run` the label of the run or "" for all."""
 
     kind: str
@@ -49,8 +46,7 @@ class Caveat:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A run that the report was made from, with everything needed to make it again."""
 
     label: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
@@ -97,7 +95,7 @@ def test_numbers_of_an_axis_are_written_where_they_are_asked_for() -> None:
     assert axes.get_xticks().tolist() == [1.0, 2.5, 5.0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2.5", "5"]
     assert len(axes.get_xticks(minor=True)) == 0
-    axes = render.figure(Chart("k", "t", "s", [replace(panel, categories=("1, 4", "2.5, 8", "$5$"))])).axes[0]
+    axes = render.figure(Chart("k", "t", "s", [panel._replace(categories=("1, 4", "2.5, 8", "$5$"))])).axes[0]
     assert axes.get_xticks().tolist() == [1.0, 2.5, 5.0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1, 4", "2.5, 8", r"\$5\$"]
 

@@ -55,14 +55,14 @@ def test_a_long_list_of_runs_is_folded_and_only_what_is_drawn_has_a_colour() -> 
     """Nobody scrolls past a hundred runs to the findings; a colour beside a run that no chart has would mislead."""
     short, long = (without_library(webpage.html(report(runs), "1")) for runs in (2, webpage.MOST_LISTED + 1))
     assert "<summary>25 runs</summary>" in long and " runs</summary>" not in short
-    plain = replace(report(2), coloured=False, sources=[replace(one, tiles=()) for one in report(2).sources])
+    plain = replace(report(2), coloured=False, sources=[one._replace(tiles=()) for one in report(2).sources])
     assert 'class="mark"' in short and 'class="mark"' not in webpage.html(plain, "1")
 
 
 def test_what_no_run_has_of_its_own_is_no_section() -> None:
     """Runs of one workload share its scenario; tiles of dozens of runs are a table of their own elsewhere."""
     first, second = report(2).sources
-    sources = [replace(first, tiles=()), replace(second, tiles=(), scenario="", environment="")]
+    sources = [first._replace(tiles=()), second._replace(tiles=(), scenario="", environment="")]
     html = webpage.html(replace(report(2), sources=sources), "1")
     assert "numbers" not in re.findall(r'<section id="(\w+)"', html)
     assert html.count('aria-label="Scenario of ') == html.count('aria-label="Environment of ') == 1

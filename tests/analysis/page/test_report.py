@@ -209,7 +209,7 @@ def test_no_text_is_taken_for_html(question: str) -> None:
 def test_a_scenario_is_markup_nowhere() -> None:
     """What a user wrote in scenario, environment or command stands in fences, which no reader takes for HTML."""
     script = "<script>alert(1)</script>\n\n```\n<script>"
-    source = replace(sample(1).sources[0], scenario=script, environment=script, command=script)
+    source = sample(1).sources[0]._replace(scenario=script, environment=script, command=script)
     fence, outside = "", list[str]()
     for line in reports.markdown(replace(sample(1), sources=[source], command=script)).splitlines():
         if fence or line.startswith("```"):
@@ -227,7 +227,7 @@ def test_a_fence_is_longer_than_what_it_holds() -> None:
 def test_what_no_run_has_of_its_own_is_left_out() -> None:
     """No table without numbers, and nothing to unfold that is empty."""
     first, second = sample(2).sources
-    sources = [replace(first, tiles=(), environment=""), replace(second, tiles=(), scenario="")]
+    sources = [first._replace(tiles=(), environment=""), second._replace(tiles=(), scenario="")]
     text = reports.markdown(replace(sample(2), sources=sources))
     assert first.tiles[0].value not in text
     assert text.count("<summary>Scenario</summary>") == text.count("<summary>Environment</summary>") == 1
