@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +46,7 @@ class Pairs(NamedTuple):
     rows: Ints  # rows of the session's table
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(NamedTuple):
     """A measure on both sides, in the client's seconds: both distributions, the server's values (of ITL with the count
     of each), and the client's value less the server's for each paired request.
     """
@@ -65,8 +63,7 @@ class Measure:
         return self.client.get(statistic, math.nan) - self.server.get(statistic, math.nan)
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(NamedTuple):
     """A comparison of client and session. `served` are the session's requests that ended with their last token,
     `compared` those whose times are shown. `doubts` are reasons why the client may have used another session.
     """

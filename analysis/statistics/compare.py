@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from analysis.statistics import intervals
 from analysis.statistics.intervals import CONFIDENCE, SHARES, STATISTICS, Interval
@@ -85,8 +84,7 @@ def _shown() -> Iterator[str]:
 SHOWN = tuple(_shown())
 
 
-@dataclass(frozen=True, slots=True)
-class MetricDifference:
+class MetricDifference(NamedTuple):
     """A metric of two runs. `metric` is its dotted key in summary.json, `unit` as `terminal.shown` takes it.
 
     `a` and `b` are those of the summaries: of all requests of each run, while the interval may be based on fewer, which
@@ -263,8 +261,7 @@ RELATIVE, POINTS = "%", "pt"
 Range = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """A condition on a change; `rule` is the user's text. `bound` is on B / A - 1 if `relative`, else on B - A.
 
     With `magnitude` it is on the absolute value of the change.

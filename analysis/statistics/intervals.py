@@ -12,7 +12,6 @@ machines.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import isqrt
 from typing import NamedTuple, Self
@@ -50,8 +49,7 @@ class Interval(NamedTuple):
         return not self.delta[0] <= 0 <= self.delta[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
+class Intervals(NamedTuple):
     """A set of intervals by dotted metric, and their basis. It is empty with fewer than FEWEST units."""
 
     by_metric: Mapping[str, Interval]
@@ -59,8 +57,7 @@ class Intervals:
     replicates: int
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(NamedTuple):
     """A sample of one value a unit, in order of size; `unit` is the unit of each. NaN has been left out.
 
     As of every sample, its `statistics` are a row for each row of `units`, the counts of each unit, and a column for
@@ -80,8 +77,7 @@ class Values:
         return weighted(self.values, units.take(self.unit, axis=1))
 
 
-@dataclass(frozen=True, slots=True)
-class Gaps:
+class Gaps(NamedTuple):
     """A sample of requests' token gaps, in order of size. A request emits in `runs` of steps, each with an owner.
 
     A gap inside runs is shared by all requests that decode in its step; a gap between two runs is its owner's alone.
@@ -124,8 +120,7 @@ def _covered(first: Ints, last: Ints, weight: npt.NDArray[np.generic], steps: in
     return np.cumsum(change)[:steps].astype(np.int64)  # whole numbers are exact in floats up to 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class Ratios:
+class Ratios(NamedTuple):
     """A sample of ratios of sums over units, `parts` being numerator and denominator, for every name."""
 
     parts: Sequence[tuple[Floats, Floats]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from cbsim.runs import replan
 NO_DECISION = ("name", "question", "model.name", "hardware.", "cost.", "slo.")  # fields that no plan depends on
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """The time of a CPU phase or device lane in the steps with rows, microseconds. `error` is relative, of the mean."""
 
     name: str
@@ -38,8 +37,7 @@ class Phase:
         return self.simulated_mean_us / self.measured_mean_us - 1 if self.measured_mean_us else None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOutcome:
+class ReplayOutcome(NamedTuple):
     """The outcome of deriving a run's plans again from its polls. `matched` is None if that failed; `says` is why."""
 
     run: str

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ KEPT_UP = 0.95
 NEARLY = 0.99  # share of the best rate that counts as equal
 
 
-@dataclass(frozen=True, slots=True)
-class SweepGroup:
+class SweepGroup(NamedTuple):
     """A group of runs that differ in nothing but the swept field (and the seed), by ascending value."""
 
     label: str
@@ -28,8 +26,7 @@ class SweepGroup:
     runs: Sequence[LoadedRun]
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(NamedTuple):
     """A sweep: `field` is the dotted name of what was swept, `values` are all its values, ascending."""
 
     field: str
@@ -110,8 +107,7 @@ def waits(run: LoadedRun) -> bool:
     return bool(queue > ttft / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Knee:
+class Knee(NamedTuple):
     """A knee of a group's latency: `rate` is the highest rate (requests/s) up to which all keep up and none waits, or
     None if the range does not show it. `sentence` is always given.
 

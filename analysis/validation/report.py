@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def build(validation: DeviceCases, command: str) -> Report:
         charts=charts(cases),
         command=command,
         coloured=False,
-        data={"scores": scores(cases), "replays": [asdict(replay) for replay in replays(cases)]},
+        data={"scores": scores(cases), "replays": [replay._asdict() for replay in replays(cases)]},
     )
 
 

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +45,7 @@ SYSTEMATIC = 0.15  # share of a step's time
 ROUNDS = 5  # of a fit
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(NamedTuple):
     """A measurement's coefficients as the simulator reads them, and how well each group fits."""
 
     coefficients: dict[str, Any]

@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
@@ -101,7 +100,7 @@ def _of_case(case: cases.ValidationCase, *, whole: bool) -> Iterator[tuple[Key, 
     """
     for loop, pair in case.loops.items():
         for number, (run, replay) in enumerate(zip(pair.measured, case.replays[loop], strict=True), start=1):
-            verdict = json.dumps({name: value for name, value in asdict(replay).items() if name != "run"})
+            verdict = json.dumps({name: value for name, value in replay._asdict().items() if name != "run"})
             yield (case.name, loop, number, "measured"), run, None if _kept(run, pair.middle, whole) else verdict
         run = pair.simulated
         yield (case.name, loop, 1, "simulated"), run, None if _kept(run, run, whole) else "null"

@@ -6,7 +6,6 @@ few percent cancel each other, only they show on which part the result depends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
 from typing import Any, NamedTuple
@@ -23,8 +22,7 @@ from cbsim.scenario.scenario import MOST_BLOCKS, Scenario
 from cbsim.workload import generators
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """Times of requests by index, in seconds since the first was queued; a TTFT starts when its request is queued."""
 
     queued_s: Floats
@@ -58,8 +56,7 @@ class Served:
         return float(self.last_token_s.max() - self.queued_s.min())
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(NamedTuple):
     """The outcome of the simulated servers. `steps` has a table per rank."""
 
     served: Served

@@ -208,8 +208,8 @@ def test_the_verdict_is_short_and_says_what_is_sure(mixed: list[LoadedRun], exam
 
 def test_the_verdict_prefers_percentiles_with_enough_samples() -> None:
     """A p99 of ten requests changes a lot, and says little."""
-    small = replace(_difference(1, 2, "s", (0.5, 1.5), (0.5, 1.5)), metric="ttft_s.p99", label="TTFT p99", few=True)
-    large = replace(_difference(1, 1.1, "s", (0.05, 0.15), (0.05, 0.15)), metric="ttft_s.p50", label="TTFT p50")
+    small = _difference(1, 2, "s", (0.5, 1.5), (0.5, 1.5))._replace(metric="ttft_s.p99", label="TTFT p99", few=True)
+    large = _difference(1, 1.1, "s", (0.05, 0.15), (0.05, 0.15))._replace(metric="ttft_s.p50", label="TTFT p50")
     assert compare.verdict([small, large])[0].startswith("TTFT p50: +10.0 %")
     assert MARK == "*"
 

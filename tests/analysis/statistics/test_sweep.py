@@ -66,8 +66,8 @@ def test_no_knee_is_claimed_outside_the_range(rated: list[LoadedRun]) -> None:
     found = sweeps.sweep(rated)
     assert found is not None
     group = found.groups[0]
-    low = replace(group, values=group.values[:2], runs=group.runs[:2])
-    high = replace(group, values=group.values[3:], runs=group.runs[3:])
+    low = group._replace(values=group.values[:2], runs=group.runs[:2])
+    high = group._replace(values=group.values[3:], runs=group.runs[3:])
     for part, said in ((low, "2/s is sustained"), (high, "4/s is too much already")):
         knee = sweeps.knee(part, [float(value) for value in part.values])
         assert knee.rate is None
