@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import Any, NamedTuple
@@ -427,8 +426,7 @@ WAIT = "await"  # depends on the phases that are waited for
 KINDS = {"decode steps": False, "prefill steps": True}  # whether they read prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """The difference of a loop's simulated run from the measured one of median makespan, in means over the steps.
 
     `steps`: of the simulated and of the measured run. `largest`: the phase or lane that differs most, None without

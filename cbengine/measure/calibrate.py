@@ -27,13 +27,13 @@ from cbsim.record.tables import Floats, Mask
 from cbsim.scenario import documents
 from cbsim.scenario.costs import Coefficients, FitErrors, read_whole, sealed
 from cbsim.scenario.scenario import Scenario
+from cbsim.scenario.terms import short
 
 GPU_TERMS = ("per_chunk_s", "per_cached_token_s", "per_prefill_attention_s", "per_decode_row_s", "per_uneven_token_s")
 COUNTED = ("chunks", "cached", "pairs", "decodes")  # columns of the kernels' terms
 SIZED = ("requests", "query_tokens", "blocks", "chunks", "changes")  # columns of the CPU's terms, as Size has them
 CPU_TERMS = tuple(f"{term}_s" for term in PhaseCost._fields if term != "per_draft")  # which no probe has
 RANGE = {"rows": "requests", "tokens": "query_tokens", "context_tokens": "read"}  # largest sizes measured, by column
-EQUAL_TIMES = ("sync_s", "async_s", "difference_s")
 SIZES = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 32), *(size << i for i in range(7) for size in (256, 384)))
 CONTEXTS = tuple(size << i for i in range(18) for size in (256, 384))
 """The points that a curve may have: dense where captured batch sizes lie, then two to an octave."""
@@ -90,8 +90,8 @@ def calibration(table: ProbeTable, layers: int) -> Calibration:
     begins_ns = float(np.median(alone.column("h2d")[replayed if replayed.any() else ~replayed]))
     coefficients |= {"launch_overlap_s": _rounded(max(0.0, -begins_ns)), "h2d_s": _rounded(max(0.0, begins_ns))}
     coefficients["wake_s"] = _rounded(float(np.median(alone.column("d2h"))))
-    coefficients |= {"gap_s": float(f"{table.gap_s:.6g}"), "contention": {"gpu": contention}}
-    coefficients["unsplit_rows"] = float(f"{table.unsplit_rows:.6g}")
+    coefficients |= {"gap_s": short(table.gap_s, 6), "contention": {"gpu": contention}}
+    coefficients["unsplit_rows"] = short(table.unsplit_rows, 6)
     eager, fits = alone.column("eager"), {"kernels": kernels}
     cpu: dict[str, dict[str, float]] = {}
     for phase in PHASES:
@@ -166,7 +166,7 @@ def hats(counted: Floats, at: Sequence[int]) -> list[Floats]:
 
 def _rounded(nanoseconds: float) -> float:
     """Convert nanoseconds to seconds with six digits."""
-    return float(f"{nanoseconds / 1e9:.6g}")
+    return short(nanoseconds / 1e9, 6)
 
 
 def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def write(path: Path, measured: Calibration, base: Scenario, device: str) -> dic
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "settings": settings(base, device),
         "capture_s": round(measured.table.capture_s, 6),
-        "equal_steps": equal and {"steps": equal.steps, **{n: float(f"{getattr(equal, n):.6g}") for n in EQUAL_TIMES}},
+        "equal_steps": equal and equal._asdict() | {name: short(getattr(equal, name), 6) for name in equal._fields[1:]},
     }
     raw = io.BytesIO()
     pq.write_table(measured.table.arrow(), raw, compression="zstd", compression_level=19)

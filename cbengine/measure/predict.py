@@ -32,7 +32,7 @@ from cbengine.build import Setup
 from cbengine.errors import UsageError
 from cbengine.measure import calibrate, probes, provenance, suite
 from cbengine.measure.suite import SuiteCase
-from cbsim.errors import ScenarioError, ServerError
+from cbsim.errors import ServerError
 from cbsim.files import read_json
 from cbsim.metrics import bars
 from cbsim.metrics.bars import BARS, Score
@@ -67,7 +67,7 @@ class CaseFile(Frozen):
 
 
 def again(names: Sequence[str], folder: Path, progress: Progress) -> Scores:
-    """Predict again the cases (names, groups or all) of this folder, from its files alone. Raises UsageError."""
+    """Predict again the cases (names, groups or all) of this folder, from its files alone. Raises UserError."""
     scored = {}
     for name, case in _measured_cases(names, folder).items():
         progress(name)
@@ -101,11 +101,8 @@ def _measured_cases(names: Sequence[str], folder: Path) -> dict[str, CaseFile]:
 
 
 def _both(file: Path) -> Scenario:
-    """Return the scenario of a run, under both loops. Raises UsageError."""
-    try:
-        return scenarios.load(str(file), ["loop.mode=both"])
-    except ScenarioError as error:
-        raise UsageError(str(error)) from None
+    """Return the scenario of a run, under both loops. Raises ScenarioError."""
+    return scenarios.load(str(file), ["loop.mode=both"])
 
 
 def _predict(
@@ -251,7 +248,7 @@ def _coefficient_file(folder: Path, ready: Scenario) -> Path:
 
 
 def _complete(out: Path, loop: str, ready: Scenario) -> list[Path]:
-    """Return the complete runs of this loop. Raises UsageError for one of another scenario."""
+    """Return the complete runs of this loop. Raises UsageError for one of another scenario, ScenarioError."""
     complete = [path for path, summary in _runs(out) if summary["loop"] == loop]
     for path in complete:
         if _served(_both(path / "scenario.resolved.yaml")) != _served(ready):

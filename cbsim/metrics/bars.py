@@ -7,7 +7,6 @@ themselves: `spread` is their range, and an error that misses a bound by no more
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
@@ -54,8 +53,7 @@ BARS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """The score of one metric of one workload and loop (`both` for the speed-up). `counts`: whether the bar applies
     here. `spread`: the range of the measured runs, in the unit of the error; None if there is only one.
     """

@@ -16,9 +16,8 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -47,8 +46,7 @@ CPU = {  # CPU costs of vLLM 0.19's own Python, measured on a shared 2-core Xeon
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """A recorded run. `settings` is the scenario, as plain data, that replays one of its `ranks` data-parallel servers.
 
     `blocks_measured` is true if vLLM recorded the size of its cache; else it is derived from the memory.

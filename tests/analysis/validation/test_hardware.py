@@ -147,7 +147,7 @@ def test_what_runs_beside_something_longer_is_no_cause(tmp_path: Path, loops: di
 def test_other_batches_are_a_cause_of_their_own(slow: DeviceCases) -> None:
     """A run of twice as many steps cannot be explained by the length of one."""
     found = report.cause(slow.cases[0].loops["sync"])
-    assert replace(found, steps=(2 * found.steps[1], found.steps[1])).summary == "+100.0% steps: other batches"
+    assert found._replace(steps=(2 * found.steps[1], found.steps[1])).summary == "+100.0% steps: other batches"
 
 
 def test_runs_without_steps_have_no_cause(slow: DeviceCases) -> None:
