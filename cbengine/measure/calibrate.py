@@ -194,6 +194,8 @@ def refit(path: Path, layers: int) -> dict[str, Any]:
     try:
         steps = ProbeTable.of(pq.read_table(steps_of(path)))
         coefficients = read_whole(path).checked(Coefficients)
+        if len(steps.lines) < ENOUGH or all(line.ahead or line.bound for line in steps.lines):
+            raise ValueError(f"expected {ENOUGH} steps or more, and some that waited for nothing")
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}, {steps_of(path).name}: not a calibration: {error}") from None
     if (origin := coefficients.calibrated) is None:

@@ -110,7 +110,7 @@ class EqualStepTimes(NamedTuple):
         share = self.difference_s / self.async_s if self.async_s else 0.0
         both = f"{self.sync_s * 1e6:,.1f} us synchronous, {self.async_s * 1e6:,.1f} us asynchronous"
         difference = f"{self.difference_s * 1e6:+,.1f} us ({share:+.2%})"
-        return f"kernels of {self.steps} equal steps: {both}, difference {difference}"
+        return f"kernels of {self.steps} equal steps: {both}, median of their differences {difference}"
 
 
 @dataclass(slots=True)
@@ -175,9 +175,9 @@ class ProbeTable:
         absent = [0] * len(table)
         columns = [absent if name in older else table.column(name).to_pylist() for name in ProbeStep._fields]
         for name, values in zip(ProbeStep._fields, columns, strict=True):
-            numbers = np.array(values, dtype=np.float64)
+            numbers = np.array(values)
             least = 1 if name in ("tokens", "compute") else -LARGEST_WHOLE if name == "h2d" else 0
-            if not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
+            if numbers.dtype.kind not in "biuf" or not ((numbers >= least) & (numbers <= LARGEST_WHOLE)).all():
                 raise ValueError(f"{name}: expected numbers from {least} to {LARGEST_WHOLE:,}")
         return cls([ProbeStep(*values) for values in zip(*columns, strict=True)])
 
@@ -241,9 +241,10 @@ def probes(reach: Reach, *, quick: bool) -> list[Probe]:
 def measure(base: Scenario, setup: Setup, runs: Sequence[Probe], progress: Callable[[str], None]) -> ProbeTable:
     """Run all probes on the device of `setup`, with the model and the scheduler of `base`."""
     table, gaps = ProbeTable(), []
-    for number, probe in enumerate(runs, start=1):
+    scenarios = [_scenario(base, probe) for probe in runs]  # one beyond its bounds is refused before any runs
+    for number, (probe, scenario) in enumerate(zip(runs, scenarios, strict=True), start=1):
         progress(f"probe {number} of {len(runs)}: {probe.about}{', in both loops' if probe.ahead else ''}")
-        ready = build.adapted(_scenario(base, probe), setup)
+        ready = build.adapted(scenario, setup)
         load = Load.of(generators.build(ready).specs())
         rows = load.capacity(ready.options("sync")).rows
         sizes = captured_sizes(rows) if ready.graph_padding == "cbengine" else []

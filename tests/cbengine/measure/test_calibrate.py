@@ -191,8 +191,20 @@ def test_a_file_is_fitted_again_from_the_steps_beside_it(tmp_path: Path) -> None
     pq.write_table(older, calibrate.steps_of(file))
     again = calibrate.refit(file, LAYERS)
     assert (again["per_uneven_token_s"], again["wake_s"]) == (0, held["wake_s"]), "a file from before these columns"
+    steps, says = pq.read_table(calibrate.steps_of(file)), r"8b\.probes\.parquet: not a calibration: "
+    for name, values, expected in (
+        ("compute", ["7"] * 100, "compute: expected numbers from 1 to"),
+        ("schedule", [None] * 100, "schedule: expected numbers from 0 to"),
+        ("eager", ["True"] * 100, "eager: expected numbers"),
+        ("bound", [True] * 100, "expected 24 steps or more, and some that waited for nothing"),
+        (None, [], "expected 24 steps or more"),
+    ):
+        damaged = steps.set_column(steps.column_names.index(name), name, [values]) if name else steps[:23]
+        pq.write_table(damaged, calibrate.steps_of(file))
+        with pytest.raises(UsageError, match=says + expected):
+            calibrate.refit(file, LAYERS)
     calibrate.steps_of(file).write_bytes(b"no table")
-    with pytest.raises(UsageError, match=r"8b\.probes\.parquet: not a calibration: "):
+    with pytest.raises(UsageError, match=says):
         calibrate.refit(file, LAYERS)
 
 
@@ -255,7 +267,7 @@ def test_probes_that_tell_nothing_are_warned_of(
     assert parser.main([*words, "--rows", str(10**16)]) == 2
     said = capsys.readouterr().err
     assert "calibrate: --rows, --longest or --tokens is too large: workload.requests" in said
-    assert "<Synthetic>" not in said
+    assert "<Synthetic>" not in said and "probe " not in said
 
 
 def test_nothing_is_measured_for_a_file_that_cannot_be_written(
@@ -331,9 +343,8 @@ def test_equal_steps_of_both_loops_are_compared() -> None:
     assert found is not None
     assert (found.steps, found.sync_s, found.async_s) == pytest.approx((5, 530e-9, 500e-9))
     assert found.difference_s == pytest.approx(30e-9)
-    assert str(found) == (
-        "kernels of 5 equal steps: 0.5 us synchronous, 0.5 us asynchronous, difference +0.0 us (+6.00%)"
-    )
+    both = "0.5 us synchronous, 0.5 us asynchronous"
+    assert str(found) == f"kernels of 5 equal steps: {both}, median of their differences +0.0 us (+6.00%)"
     assert ProbeTable(lines[:60]).equal_steps() is None, "nothing was launched ahead"
     assert ProbeTable().equal_steps() is None
 
