@@ -30,11 +30,13 @@ import numpy as np
 
 from cbsim.draw import report as reports
 from cbsim.draw.report import Report, Table
+from cbsim.errors import USAGE
 from cbsim.measured.own.campaign import Budget, Campaign, Planned
 from cbsim.measured.own.fit import Compared, Simulated, compare, natural, priors
 from cbsim.measured.own.measurement import Load, read
 from cbsim.measured.own.server import Server, connected
 from cbsim.measured.own.study import Study, study
+from cbsim.runs.progress import handled
 from cbsim.scenario import scenario as scenarios
 
 OUT = Path("reports/fidelity/own-engine")
@@ -69,22 +71,34 @@ UNSEEN = (
 
 @contextmanager
 def serving(scenario: str, out: Path, *options: str) -> Iterator[str]:
-    """Serve the scenario by the engine; yield its address. Raises SystemExit if the engine ends badly."""
+    """Serve the scenario by the engine; yield its address. SIGTERM and SIGHUP are what Ctrl-C is, which the engine and
+    its clients ignore until they listen to it: they are ended here. Raises SystemExit if the engine ends badly, without
+    a message if it has named a mistake of the user's.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = ("-m", "cbengine", "serve", scenario, *options, "--port", str(port), "--out", str(out))
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen([sys.executable, *line], stdout=subprocess.DEVNULL) as server:
+    with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
+        server = started(line, stdout=subprocess.DEVNULL)
         try:
             while not _answers(url) and server.poll() is None:
                 time.sleep(0.5)
             if server.returncode is None:
                 yield url
         finally:
-            server.send_signal(signal.SIGINT)
+            server.terminate()
+            server.wait()
     if server.returncode:
-        raise SystemExit(f"cbengine serve ended with status {server.returncode}")
+        known = server.returncode == USAGE
+        raise SystemExit(USAGE if known else f"cbengine serve ended with status {server.returncode}")
+
+
+def started(line: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start Python, deaf to the Ctrl-C that a terminal sends to all of its processes."""
+    with handled(signal.SIG_IGN, signal.SIGINT):
+        return subprocess.Popen([sys.executable, *line], **options)
 
 
 def _answers(url: str) -> bool:

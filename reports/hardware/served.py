@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reports.own_engine import serving
+from cbsim.cli.arguments import Parser
+from cbsim.cli.measured import measure_arguments
+from cbsim.errors import INTERRUPTED
+from reports.own_engine import serving, started
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -23,19 +25,32 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("scenario")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--device", choices=("cuda", "process", "inline"), default="cuda")
-    parser.add_argument("--budget", default="seconds=30", help="of `cbsim measure` (seconds=30)")
+    parser.add_argument("--budget", default="seconds=30", help="of `cbsim measure` (seconds=30, at least 10)")
     parser.add_argument("--out", type=Path, default=Path("runs/served"), metavar="DIR")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    client = Parser(prog=parser.prog)
+    measure_arguments.arguments(client)
+    client.parse_args(["http://127.0.0.1", "--budget", args.budget])  # before a server is started
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     changes = (word for change in args.set for word in ("--set", change))
     measured = args.out / "measured"
-    shutil.rmtree(measured, ignore_errors=True)
-    with serving(args.scenario, args.out / "runs", *changes, "--device", args.device, "--quiet") as url:
-        client = ["cbsim", "measure", url, "--out", str(measured), "--budget", args.budget, "--yes"]
-        return subprocess.run([sys.executable, "-m", *client], check=False).returncode
+    try:
+        with serving(args.scenario, args.out / "runs", *changes, "--device", args.device, "--quiet") as url:
+            shutil.rmtree(measured, ignore_errors=True)
+            line = ["cbsim", "measure", url, "--out", str(measured), "--budget", args.budget, "--yes"]
+            client = started(["-m", *line])
+            try:
+                return client.wait()
+            finally:
+                client.kill()
+                client.wait()
+    except KeyboardInterrupt:
+        print("served.py: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
+import subprocess
+import sys
 import tarfile
 from itertools import chain
 from pathlib import Path
@@ -20,7 +23,9 @@ from cbengine.build import Setup
 from cbengine.cli.parser import command_line
 from cbengine.measure import suite
 from cbsim.cli.measured import measure_arguments
+from cbsim.errors import INTERRUPTED, USAGE
 from cbsim.scenario import scenario as scenarios
+from reports import own_engine
 
 campaign, speed, peer, served = (script(f"hardware/{name}") for name in ("campaign", "speed", "peer", "served"))
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('seen'); sys.exit(int(sys.argv[2]))"
@@ -100,6 +105,48 @@ def test_no_time_of_a_gpu_goes_to_a_command_that_is_refused(
                 with pytest.raises(SystemExit):
                     main(options)
                 assert capsys.readouterr().err.endswith("torch finds no CUDA device here\n"), script_
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_served_session_that_is_interrupted_leaves_no_process(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its client, which sends the signal and would never end, is killed. The engine ends its session."""
+    processes, start = [], own_engine.started
+
+    def noted(line: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(start(line, **options))
+        return processes[-1]
+
+    signals = f"import os, signal; os.kill(os.getppid(), {number.value}); signal.pause()"
+    monkeypatch.setattr(own_engine, "started", noted)
+    monkeypatch.setattr(served, "started", lambda _: noted(["-c", signals]))
+    before = signal.getsignal(number)
+    code = served.main(["tiny_cpu", "--set", "kv_cache.num_blocks=64", "--device", "process", "--out", str(tmp_path)])
+    assert (code, capfd.readouterr().err) == (INTERRUPTED, "served.py: interrupted\n")
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL]
+    assert signal.getsignal(number) == before
+
+
+def ended(main: Any, options: list[str]) -> Any:
+    """The exit status of a script."""
+    try:
+        return main(options)
+    except SystemExit as end:
+        return end.code
+
+
+def test_mistakes_of_a_served_session_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A budget that `cbsim measure` refuses is refused before the server starts; other mistakes are the engine's."""
+    for options, reason in (
+        (["tiny_cpu", "--budget", "foo"], "served.py: argument --budget: 'foo': expected FIELD=VALUE"),
+        (["tiny_cpu", "--budget", "seconds=8"], "served.py: argument --budget: 'seconds=8': got seconds=8, expected"),
+        (["nosuch"], "cbengine: unknown scenario 'nosuch'"),
+    ):
+        assert ended(served.main, [*options, "--device", "process", "--out", str(tmp_path)]) == USAGE
+        (line,) = capfd.readouterr().err.splitlines()
+        assert reason in line.replace(Path(sys.argv[0]).name, "served.py")
+    assert list(tmp_path.iterdir()) == []
 
 
 class Stream:
