@@ -10,13 +10,13 @@
 A command that succeeded on the same commit is not run again; one that failed or ran out of time is. With `--archive
 FILE` the results are in one .tgz, too, written after every command, and are taken from there where OUT has none: for a
 machine of which only a few files come back. On the devices `process` and `modelled` the same parts are rehearsed on a
-CPU with a tiny model: their numbers are of no GPU.
+CPU with a tiny model, those that have commands there: their numbers are of no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import shlex
 import signal
@@ -24,14 +24,18 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cbengine.errors import UsageError
 from cbengine.measure import provenance
+from cbsim.cli.arguments import Parser, within
+from cbsim.errors import INTERRUPTED, USAGE, UserError
+from cbsim.files import access, read_json, real
 from cbsim.record.environment import code_version
 
 HERE = Path(__file__).resolve().parent
@@ -183,7 +187,7 @@ class Ledger:
     def __init__(self, path: Path, device: str) -> None:
         self._path, self._version = path, code_version()
         self._facts: dict[str, Any] = dict(provenance.facts(device))
-        self._commands = json.loads(path.read_text(encoding="utf-8"))["commands"] if path.exists() else []
+        self._commands = recorded(path) if path.exists() else []
         self._write()
 
     def done(self, command: str) -> bool:
@@ -198,6 +202,15 @@ class Ledger:
 
     def _write(self) -> None:
         provenance.write_json(self._path, {**self._facts, "commands": self._commands})
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The commands in a provenance.json. Raises UsageError."""
+    commands = read_json(path, UsageError).get("commands")
+    keys = {"command", "exit", "commit"}
+    if not isinstance(commands, list) or not all(isinstance(c, dict) and keys <= c.keys() for c in commands):
+        raise UsageError(f"{path}: commands: expected a list of objects with {', '.join(sorted(keys))}")
+    return commands
 
 
 def ended_well(command: str, code: int) -> bool:
@@ -239,28 +252,63 @@ def pack(folder: Path, archive: Path) -> None:
     half.replace(archive)
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Write the results in an archive to a folder. Raises UsageError."""
+    try:
+        with access(archive, UsageError), tarfile.open(archive) as file:
+            file.getmembers()  # of a damaged archive nothing is taken
+            file.extractall(folder, filter="data")
+    except tarfile.TarError:
+        raise UsageError(f"--archive {archive}: is not a whole .tgz of results") from None
+
+
+def minutes(word: str) -> float:
+    return within(word, real(word), 0 < real(word) < math.inf, "a number of minutes > 0")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts; 1 if a command failed or was not begun."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the parts; 1 if a command failed or was not begun, 2 for a mistake of the user's."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", metavar="PART")
     parser.add_argument("--device", choices=("cuda", "process", "modelled"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=60.0, help="end after so many (60)")
+    parser.add_argument("--minutes", type=minutes, default=60.0, help="end after so many (60)")
     parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="(reports/hardware)")
     parser.add_argument("--archive", type=Path, metavar="FILE", help="keep it all in this .tgz, too, and go on from it")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here")
+    try:
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no CUDA device here")
+        return 1 if measured(args) else 0
+    except KeyboardInterrupt:
+        parser.exit(INTERRUPTED, f"{parser.prog}: interrupted\n")
+    except UserError as error:
+        parser.exit(USAGE, f"{parser.prog}: {error}\n")
+    except OSError as error:
+        parser.exit(USAGE, f"{parser.prog}: {error.filename}: {error.strerror}\n")
+
+
+def named(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The parts of calls and parts, each once. Raises UsageError."""
+    names = list(dict.fromkeys(part for name in words for part in CALLS.get(name, (name,))))
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"part {unknown[0]!r}: expected {', '.join(CALLS)}, {', '.join(known)}")
+    return names
+
+
+def measured(args: argparse.Namespace) -> int:
+    """Run the parts; how many commands failed or were not begun. Raises UsageError and OSError."""
     until, folder = time.monotonic() + 60 * args.minutes, args.out.resolve() / provenance.slug(args.device)
     known, left = parts(args.device, folder), 0
-    names = list(dict.fromkeys(part for name in args.parts for part in CALLS.get(name, (name,))))
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"part {unknown[0]!r}: expected {', '.join(CALLS)}, {', '.join(known)}")
+    names = named(args.parts, known)
     for number in (signal.SIGTERM, signal.SIGHUP):  # the command under way is ended, too
         signal.signal(number, lambda *_: sys.exit(1))
     if args.archive and args.archive.exists() and not folder.exists():
-        with tarfile.open(args.archive) as archive:
-            archive.extractall(folder.parent, filter="data")
+        unpack(args.archive, folder.parent)
     ledger = Ledger(folder / "provenance.json", args.device)
+    if args.archive:
+        pack(folder, args.archive)  # which shows that it can be written
+    for name in (name for name in names if not known[name]):
+        print(f"{name}: not on --device {args.device}", flush=True)
     for name in names:
         for command in known[name]:
             line = f"python {shlex.join(command)}".replace(str(args.out.resolve()), "OUT").replace(f"{ROOT}/", "")
@@ -282,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     left += 1
         for timeline in (folder / name).rglob("timeline.json.gz"):
             timeline.unlink()
-    return 1 if left else 0
+    return left
 
 
 if __name__ == "__main__":

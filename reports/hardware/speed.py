@@ -10,7 +10,8 @@ tiles       attention with other tiles than those shipped, best first, answers c
 uneven      decode attention of uneven contexts, and of as many equal ones of the same sum, by numbers of splits
 loop        CPU time of the engine's loop a step, on the modelled device: needs no GPU
 
-OUT/<part>.jsonl has a line a measurement. `--device cpu` rehearses on the tiny model: its numbers mean nothing.
+OUT/<part>.jsonl has a line a measurement. `--device cpu` rehearses on the tiny model: its numbers mean nothing. It has
+neither `tiles` nor `uneven`, which measure Triton kernels.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ from torch.nn.functional import linear
 from cbengine import build
 from cbengine.build import Setup
 from cbengine.device.cuda import captured, streams
+from cbengine.errors import UsageError
 from cbengine.model.ops import Rows, TorchOps
 from cbengine.model.weights import Architecture
+from cbsim.cli.arguments import Parser
+from cbsim.errors import USAGE, UserError
+from cbsim.files import access
 from cbsim.policy.plan import WORKED
 from cbsim.record.tables import Steps
 from cbsim.scenario import scenario as scenarios
@@ -430,16 +435,17 @@ def loop(steps: int) -> Iterator[Line]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=("copies", "gemms", "attention", "tiles", "uneven", "loop"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", default="llama-3.1-8b", help="whose sizes are measured (llama-3.1-8b)")
     parser.add_argument("--quick", action="store_true", help="a few sizes only")
     parser.add_argument("--out", type=Path, default=Path("runs/speed"), metavar="DIR")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and args.parts != ["loop"] and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here")
-    model = shapes.model(args.model if args.device == "cuda" else "tiny")
+    try:
+        model = checked(args)
+    except UserError as error:
+        parser.exit(USAGE, f"{parser.prog}: {error}\n")
     sizes = REHEARSAL if args.device == "cpu" else QUICK if args.quick else FULL
     measures: dict[str, Callable[[], Iterator[Line]]] = {
         "copies": lambda: copies(args.device),
@@ -449,8 +455,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "uneven": lambda: uneven(model, sizes, args.device),
         "loop": lambda: loop(200 if args.quick else 1000),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     return max(measured(part, measures[part], args.out) for part in args.parts)
+
+
+def checked(args: argparse.Namespace) -> ModelShape:
+    """The model that is measured, and a folder for the results. Raises UsageError and ScenarioError."""
+    model = shapes.model(args.model)
+    if args.device == "cpu" and {"tiles", "uneven"} & {*args.parts}:
+        raise UsageError("--device cpu: tiles and uneven measure Triton kernels, which need a GPU")
+    if args.device == "cuda" and args.parts != ["loop"] and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here")
+    with access(args.out, UsageError, "written"):
+        args.out.mkdir(parents=True, exist_ok=True)
+    return model if args.device == "cuda" else shapes.model("tiny")
 
 
 def measured(part: str, measure: Callable[[], Iterator[Line]], out: Path) -> int:

@@ -23,7 +23,7 @@ from cbengine.build import Setup
 from cbengine.cli.parser import command_line
 from cbengine.measure import suite
 from cbsim.cli.measured import measure_arguments
-from cbsim.errors import INTERRUPTED, USAGE
+from cbsim.errors import INTERRUPTED, USAGE, UserError
 from cbsim.scenario import scenario as scenarios
 from reports import own_engine
 
@@ -147,6 +147,61 @@ def test_mistakes_of_a_served_session_are_one_line(tmp_path: Path, capfd: pytest
         (line,) = capfd.readouterr().err.splitlines()
         assert reason in line.replace(Path(sys.argv[0]).name, "served.py")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("uneven", "--device cpu: tiles and uneven measure Triton kernels, which need a GPU"),
+        ("copies tiles", "--device cpu: tiles and uneven measure Triton kernels, which need a GPU"),
+        ("copies --model nosuch", "unknown model 'nosuch'"),
+        ("copies --out /proc/x", "/proc/x: cannot be written: No such file or directory"),
+    ],
+)
+def test_mistakes_of_speed_are_one_line(options: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(speed.main, ["--out", "/proc/unused", "--device", "cpu", *options.split()]) == USAGE
+    output = capsys.readouterr()
+    assert reason in output.err and output.err.count("\n") == 1 and output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--minutes nan", "argument --minutes: 'nan': expected a number of minutes > 0"),
+        ("--minutes -1", "argument --minutes: '-1': expected a number of minutes > 0"),
+        ("--out /proc/x", "/proc/x/cpu-process/provenance.json: cannot be written: No such file or directory"),
+        ("--out {}", "provenance.json: not valid JSON"),
+        ("--out {}/new --archive {}/junk.tgz", "junk.tgz: is not a whole .tgz of results"),
+        ("--out {}/new --archive /proc/x.tgz", "/proc/x.tgz.part: No such file or directory"),
+    ],
+)
+def test_mistakes_of_a_campaign_are_one_line(
+    two_commands: None, options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is measured."""
+    for file in (tmp_path / "cpu-process" / "provenance.json", tmp_path / "junk.tgz"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("junk")
+    assert ended(campaign.main, ["right", "--device", "process", *options.format(tmp_path, tmp_path).split()]) == USAGE
+    output = capsys.readouterr()
+    assert reason in output.err and output.err.count("\n") == 1 and output.out == ""
+
+
+def test_a_record_without_its_commands_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "provenance.json"
+    for commands in ("{}", '{"commands": [1]}', '{"commands": [{"command": "x"}]}'):
+        file.write_text(commands)
+        with pytest.raises(UserError, match="commands: expected a list of objects with command, commit, exit"):
+            campaign.recorded(file)
+
+
+def test_a_part_without_commands_on_a_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert campaign.main(["uneven", "predict-1b", "--device", "process", "--out", str(tmp_path)]) == 0
+    assert campaign.main(["speculation", "served", "--device", "modelled", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"{name}: not on --device process" for name in ("uneven", "predict-1b")),
+        *(f"{name}: not on --device modelled" for name in ("speculation", "served")),
+    ]
 
 
 class Stream:
