@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -28,6 +27,9 @@ import pyarrow.parquet as pq
 
 from analysis.statistics.loading import VERDICT, LoadedRun
 from analysis.validation import cases
+from cbsim.cli.arguments import Parser
+from cbsim.errors import USAGE, ScenarioError, UserError
+from cbsim.files import access
 from cbsim.record import columns, directory, parquet
 from cbsim.record.columns import Column
 
@@ -70,7 +72,7 @@ def pack(place: Path, names: Collection[str]) -> None:
     """Write the three files from place/validation, with the tables of these cases; of all, if none is named."""
     validation = cases.read(place)
     if unknown := sorted({*names} - {case.name for case in validation.cases}):
-        sys.exit(f"{place}: no case {', '.join(unknown)}")
+        raise ScenarioError(f"{place}: no case {', '.join(unknown)}")
     kept = [each for case in validation.cases for each in _of_case(case, whole=not names or case.name in names)]
     whole = [(key, run) for key, run, replay in kept if replay is None]
     documents: dict[str, Any] = {
@@ -126,8 +128,8 @@ def _write(file: Path, declared: Sequence[Column], values: Mapping[str, Any], **
 def unpack(place: Path) -> None:
     """Write place/validation from the three files."""
     if (place / "validation").exists():
-        sys.exit(f"{place / 'validation'}: is there already; unpacking writes over nothing")
-    runs, steps, requests = (pq.read_table(place / name) for name in FILES)
+        raise ScenarioError(f"{place / 'validation'}: is there already; unpacking writes over nothing")
+    runs, steps, requests = (_read(place / name) for name in FILES)
     for row in runs.to_pylist():
         case = place / "validation" / row["case"]
         run = case / row["world"] / row["folder"]
@@ -142,6 +144,14 @@ def unpack(place: Path) -> None:
         (run / STEPS).write_bytes(parquet.encoded(columns.STEPS, own, **directory.COUNTERS))
         (run / REQUESTS).write_bytes(parquet.encoded(columns.REQUESTS, _columns(_rows(requests, row))))
     print(f"unpacked  {place / 'validation'}")
+
+
+def _read(file: Path) -> pa.Table:
+    with access(file):
+        try:
+            return pq.read_table(file)
+        except pa.ArrowInvalid:
+            raise ScenarioError(f"{file}: is not a Parquet file", file=file) from None
 
 
 def _rows(table: pa.Table, row: Mapping[str, Any]) -> pa.Table:
@@ -162,17 +172,20 @@ def _depth(name: str) -> int:
     return 1 + _depth(BEHIND[name]) if name in BEHIND else 0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Pack or unpack a folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("pack", "unpack"))
     parser.add_argument("folder", type=Path, help="holds validation/ or the three files")
     parser.add_argument("cases", nargs="*", help="whose steps and requests are kept (all)")
-    arguments = parser.parse_args()
-    if arguments.what == "pack":
-        pack(arguments.folder, arguments.cases)
-    else:
-        unpack(arguments.folder)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.what == "pack":
+            pack(arguments.folder, arguments.cases)
+        else:
+            unpack(arguments.folder)
+    except (UserError, OSError) as error:
+        parser.exit(USAGE, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -82,8 +82,23 @@ def test_of_cases_without_tables_the_numbers_are_still_there(made: Path, place: 
     assert "right: CPU and GPU, measured above simulated" in text
 
 
-def test_no_unknown_case_and_nothing_written_over(place: Path) -> None:
-    with pytest.raises(SystemExit, match="no case x"):
-        packed.pack(place, ["x"])
-    with pytest.raises(SystemExit, match="is there already"):
-        packed.unpack(place)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("pack {} x", "{}: no case x"),
+        ("unpack {}", "{}/validation: is there already; unpacking writes over nothing"),
+        ("pack {}/nosuch", "{}/nosuch: holds no case; "),
+        ("unpack {}/nosuch", "{}/nosuch/runs.parquet: cannot be read: "),
+        ("unpack {}/junk", "{}/junk/runs.parquet: is not a Parquet file"),
+    ],
+)
+def test_mistakes_are_one_line(options: str, reason: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No case is unknown, and nothing is written over."""
+    (place / "junk").mkdir()
+    (place / "junk" / packed.RUNS).write_text("junk")
+    before = files(place)
+    with pytest.raises(SystemExit) as end:
+        packed.main(options.format(place).split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and reason.format(place) in error
+    assert files(place) == before
