@@ -371,7 +371,8 @@ def _stages(stated: Mapping[str, Any]) -> int:
 
 def _check_fields(sizing: Sizing, knobs: Mapping[str, Sequence[Any]]) -> None:
     """Raise ScenarioError for a change of what the search sets, or a knob that is no setting of a server."""
-    check_once(fields_of(sizing.changes), knobs)
+    axes = [[{name: value} for value in values] or [{}] for name, values in knobs.items()]
+    check_once(fields_of(sizing.changes), axes, "--set", "--knob")
     bound = "expected a setting that MODEL, --cards and --tensor do not set, such as scheduler.max_num_seqs"
     for name in (*fields_of(sizing.changes), *knobs):
         sought = name == "model" or any(f"{name}.".startswith(f"{field}.") for field in SOUGHT)

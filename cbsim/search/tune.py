@@ -21,7 +21,7 @@ from cbsim.metrics import catalogue, coverage
 from cbsim.scenario import documents
 from cbsim.scenario.documents import wording
 from cbsim.scenario.fields import cut
-from cbsim.scenario.overrides import Changes, fields_of
+from cbsim.scenario.overrides import Changes
 from cbsim.scenario.scenario import Scenario, drawn
 from cbsim.search.racing import BREAKS, FAILED, IN, WORSE, Goal, Measure, Numbers, Outcome, search, with_draws
 from cbsim.stats.intervals import COVERS, COVERS_TERMS, STILL
@@ -127,10 +127,8 @@ def candidates(
         if not least <= value <= most:
             raise ScenarioError(f"{name}: got {value}, must be from {least} to {most}", field=name, value=value)
     source = scenario.model_dump(mode="json") if isinstance(scenario, Scenario) else scenario
-    source = str(source) if isinstance(source, Path) else source
-    sweep_file.check_once(fields_of(changes), knobs)
-    fields = {"name": "tune", "scenario": source, "set": fields_of(changes), "axes": dict(knobs)}
-    built = sweep.of(*sweep_file.read(fields), option="--knob")
+    fields = {"name": "tune", "scenario": str(source) if isinstance(source, Path) else source, "axes": dict(knobs)}
+    built = sweep.of(*sweep_file.read(fields, changes, ("--set", "--knob")), option="--knob")
     _check(goal, [point.scenario for point in built])
     return built
 

@@ -177,8 +177,7 @@ def table_of(rows: Sequence[Row], command: str = "") -> pa.Table:
     columns["seed"] = optional([point.scenario.seed for point in points], int)
     columns["replicate"] = optional([point.replicate for point in points], int)
     columns["key"] = optional([point.key for point in points], str)
-    columns["status"] = optional([row.status for row in rows], str)
-    columns["reason"] = optional([row.reason for row in rows], str)
+    columns |= {name: optional([getattr(row, name) for row in rows], str) for name in ("status", "reason")}
     table = pa.table(columns | _columns([row.numbers for row in rows], partial(optional, kind=float)))
     rest = "\n".join(coverage.bases(point.scenario for point in points))
     subjects = dict.fromkeys(f"{each.scenario.model.name} on {each.scenario.hardware.name}" for each in points)

@@ -6,8 +6,8 @@ The fields of one axis take their values together; axes multiply.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import permutations, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, ValidationErr
 
 from cbsim.errors import ScenarioError
 from cbsim.scenario import documents
-from cbsim.scenario.documents import Document, wording
+from cbsim.scenario.documents import Document, split, value_at, wording
 from cbsim.scenario.fields import Frozen, Real, Whole, as_tuple, complaint, shown
 from cbsim.scenario.overrides import Changes, fields_of
 
@@ -129,8 +129,7 @@ def _values(name: str, values: Any) -> tuple[Any, ...]:
 class Axis(Frozen):
     """Fields that take their values together, or explicit points."""
 
-    fields: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
-    """Dotted field: its values. Several fields advance together."""
+    fields: dict[str, tuple[Any, ...]] = Field(default_factory=dict)  #: Dotted field: values; all advance together.
     points: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] = ()  #: Each sets what it names.
 
     @classmethod
@@ -170,6 +169,8 @@ class Axis(Frozen):
             raise complaint(f"fields that advance together have as many values; got {counts}")
         seen: dict[Any, int] = {}
         for at, point in enumerate(self.settings()):
+            for name in (name for name in point if in_part([point], name)):
+                raise complaint(f"{name} is set twice by point {at}, expected once")
             plain = {name: each if isinstance(each, int | float | str) else repr(each) for name, each in point.items()}
             if (first := seen.setdefault(tuple(sorted(plain.items())), at)) != at:
                 fields = ", ".join(f"{name}={shown(value)}" for name, value in point.items())
@@ -187,6 +188,13 @@ def _axes(data: Any) -> Any:
     if isinstance(data, Mapping) and "points" not in data:
         return tuple({name: values} for name, values in data.items())
     return (data,) if isinstance(data, Mapping) else as_tuple(data)
+
+
+def _check_apart(axes: Sequence[Axis]) -> None:
+    for (one, axis), (two, other) in permutations(enumerate(axes), 2):
+        for name in dict.fromkeys(name for point in axis.settings() for name in point):
+            if in_part(other.settings(), name) or any(name in point for point in other.settings()):
+                raise complaint(f"{name} is set by axes {one} and {two}, expected one of them", "axes")
 
 
 def _scenario(data: Any) -> Any:
@@ -216,12 +224,8 @@ class SweepFile(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        seen: dict[str, int] = {}
-        for at, axis in enumerate(self.axes):
-            for name in dict.fromkeys(name for point in axis.settings() for name in point):
-                if name in seen:
-                    raise complaint(f"{name} is set by axes {seen[name]} and {at}, expected one of them", "axes")
-                seen[name] = at
+        _check_apart(self.axes)
+        seen = {name for axis in self.axes for point in axis.settings() for name in point}
         if "loop" in seen:
             raise complaint("loop is no axis, expected loop.mode, or loop beside axes", "axes")
         if len({*self.loop}) < len(self.loop):
@@ -244,16 +248,24 @@ class SweepFile(Frozen):
                 yield settings, replicate
 
 
-def check_once(fields: Iterable[str], axes: Container[str], source: str = "--set", other: str = "--knob") -> None:
-    """Raise ScenarioError for a field whose value in `source` no point would have, as the axes of `other` set it."""
-    for name in fields:
-        if name in axes:
+def in_part(points: Iterable[Settings], field: str) -> bool:
+    """Return whether a whole part that a point sets states this field of it."""
+    parts = [(name, value) for point in points for name, value in point.items() if field.startswith(f"{name}.")]
+    return any(value_at(value, split(field[len(name) + 1 :])) is not None for name, value in parts)
+
+
+def check_once(fields: Settings, axes: Iterable[Sequence[Settings]], source: str, other: str) -> None:
+    """Raise ScenarioError for a field of `source` that all points of an axis of `other` set, or a whole part in one."""
+    for points in axes:
+        always = [name for name in points[0] if all(name in point for point in points)]
+        twice = [name for name in always if name in fields or in_part([fields], name)]
+        for name in twice + [name for name in fields if in_part(points, name)]:
             raise ScenarioError(f"{source} {name}: is set by {other}, too; expected one of them", field=name)
 
 
-def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
+def read(source: Any, changes: Changes = (), names: tuple[str, str] = ("", "axes or loop")) -> tuple[SweepFile, Path]:
     """Return a sweep given as a file or its fields, with changes of its scenario, and the folder of its paths. Raises
-    ScenarioError.
+    ScenarioError, with other `names` of `set` and axes.
     """
     if isinstance(source, Mapping):
         document, base = Document("sweep", None, dict(source)), Path()
@@ -264,6 +276,6 @@ def read(source: Any, changes: Changes = ()) -> tuple[SweepFile, Path]:
         raise ScenarioError(f"sweep: got {shown(source)}, expected a file or its fields", value=source)
     sweep = document.checked(SweepFile)
     sweep = sweep.model_copy(update={"set": {**sweep.set, **fields_of(changes)}})
-    axes = [name for axis in sweep.axes for name in axis.settings()[0] if all(name in each for each in axis.points)]
-    check_once(sweep.set, axes + ["loop.mode"] * len(sweep.loop), f"{document.where(('set',))}: set:", "axes or loop")
+    axes = [*(axis.settings() for axis in sweep.axes), [{"loop.mode": mode} for mode in sweep.loop] or [{}]]
+    check_once(sweep.set, axes, names[0] or f"{document.where(('set',))}: set:", names[1])
     return sweep, base

@@ -535,6 +535,10 @@ WRONG = [
     (["--tensor", "8", "--most", "4"], "cbsim: --tensor 8: needs 8 GPUs, must be from 1 to --most (4)"),
     (["--tensor", "16,8", "--most", "4"], "--tensor 8: needs 8 GPUs"),
     (["--knob", "cost.x=1", "--set", "cost.x=2"], "cbsim: --set cost.x: is set by --knob, too; expected one of them"),
+    (
+        ["--knob", "cost=[{x: 1}]", "--set", "cost.x=2"],
+        "cbsim: --set cost.x: is set by --knob, too; expected one of them",
+    ),
     (["--apart", "0"], "argument --apart: '0': expected GB/s above 0"),
     (["--apart", "fast"], "argument --apart: 'fast': expected GB/s above 0"),
     (["--set", "fleet.hand_off.lease_s=1"], "fleet.hand_off.lease_s: expected a setting"),

@@ -235,6 +235,10 @@ def test_tune_says_what_it_found(constant: Path, tmp_path: Path) -> None:
             ("--knob", "scheduler.max_num_seqs=8,16", "--set", "scheduler.max_num_seqs=4"),
             ("cbsim: --set scheduler.max_num_seqs: is set by --knob, too; expected one of them",),
         ),
+        (
+            ("--knob", "scheduler=[{name: vllm, max_num_seqs: 2}]", "--set", "scheduler.max_num_seqs=4"),
+            ("cbsim: --set scheduler.max_num_seqs: is set by --knob, too; expected one of them",),
+        ),
         (("--knob", "loop.mode=sync,async", "--loop", "sync"), ("--set loop.mode: is set by --knob, too",)),
         (("--knob", "scheduler.name=vllm", "--check", "tttf.p99<=1s"), ("--check 'tttf.p99<=1s'", "did you mean")),
         (("--knob", "scheduler.name=vllm", "--set", "slo=null"), ("slo",)),

@@ -73,6 +73,14 @@ def test_points_that_set_nothing_else_have_what_is_set() -> None:
     assert [point.scenario.seed for point in of(*sweep_file.read({**fields, "loop": ["sync"]}))] == [1, 7]
 
 
+def test_a_whole_part_may_leave_a_field_to_another_statement() -> None:
+    """A field that the values of a whole part do not state is not stated twice, nor is one of a name."""
+    axes = [{"scheduler": [{"name": "vllm"}, {"name": "fcfs"}]}, {"hardware": ["h100"], "hardware.hbm_gb_s": [2000]}]
+    read = sweep_file.read({"scenario": "8k_b32", "set": {"scheduler.max_num_seqs": 4}, "axes": axes})[0]
+    assert len(list(read.settings())) == 2
+    assert len(settings(axes=[{"points": [{"scheduler": {"name": "vllm"}, "scheduler.max_num_seqs": 2}]}])) == 1
+
+
 def test_points_are_counted_before_they_are_made() -> None:
     axes = {name: {"range": {"low": 1, "high": 1e4, "step": 1}} for name in ("seed", "workload.requests")}
     with pytest.raises(ScenarioError, match=r"axes: give 100,000,000 points, must be <= 1,000,000"):
@@ -105,6 +113,19 @@ def test_points_are_counted_before_they_are_made() -> None:
         ({"set": {"seed": 7}, "axes": {"seed": [1, 2]}}, "sweep: set: seed: is set by axes or loop, too; expected one"),
         ({"set": {"seed": 7}, "axes": {"points": [{"seed": 1}, {"seed": 2}]}}, "set: seed: is set by axes or loop"),
         ({"set": {"loop.mode": "sync"}, "loop": ["async"]}, "set: loop.mode: is set by axes or loop"),
+        ({"set": {"loop": {"mode": "sync"}}, "loop": ["async"]}, "set: loop.mode: is set by axes or loop"),
+        ({"set": {"loop": {"mode": "sync"}}, "axes": {"loop.mode": ["async"]}}, "set: loop.mode: is set by axes or"),
+        (
+            {"set": {"kv.block_size": 4}, "axes": {"points": [{"seed": 1}, {"kv": {"block_size": 8}}]}},
+            "set: kv.block_size: is set by axes or loop, too",
+        ),
+        (
+            {"set": {"cost.cpu.prepare.base_s": 1}, "axes": {"cost.cpu": [{"prepare": {"base_s": 2}}]}},
+            "set: cost.cpu.prepare.base_s: is set by axes or loop, too",
+        ),
+        ({"axes": [{"a.b": [1]}, {"a": [{}, {"b": 2}]}]}, "axes: a.b is set by axes 0 and 1"),
+        ({"axes": [{"a": [{}, {"b": 2}]}, {"a.b": [1]}]}, "axes: a.b is set by axes 1 and 0"),
+        ({"axes": {"points": [{"a.b": 1}, {"a": {"b": 2}, "a.b": 1}]}}, "a.b is set twice by point 1, expected once"),
         ({"axes": {"loop": [{"mode": "sync"}]}}, "loop is no axis, expected loop.mode"),
         ({"scenario": 5}, "scenario: got 5, expected a name, a file or fields"),
         ({"axes": [{"a": [1, 2], "b": [1]}]}, "as many values; got a 2, b 1"),

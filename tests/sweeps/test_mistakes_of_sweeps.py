@@ -166,6 +166,10 @@ def test_what_is_no_run_gives_way_to_the_run(sweep: Path, tmp_path: Path) -> Non
         ("{workload.requests: [2, 2.0]}", ("wrong.yaml:2: axes: has workload.requests=2.0 twice: at 0 and 1",)),
         ("{points: [{seed: 1}, {seed: 2}, {seed: 1}]}", ("axes: has seed=1 twice: at 0 and 2",)),
         ("{seed: [1, 2]}\nset: {seed: 3}", ("wrong.yaml:3: set: seed: is set by axes or loop, too",)),
+        (
+            "{scheduler: [{name: vllm, max_num_seqs: 2}]}\nset: {scheduler.max_num_seqs: 4}",
+            ("wrong.yaml:3: set: scheduler.max_num_seqs: is set by axes or loop, too; expected one of them",),
+        ),
         ("{seed: [1, 2]}\nloop: [sync, async, sync]", ("loop: has a loop twice: sync, async, sync",)),
         (
             "{workload.requests: [-3, x, .nan, -4]}",

@@ -92,7 +92,7 @@ def test_a_fleet_has_the_gpus_and_the_price_of_all(small: Path, tmp_path: Path) 
     """Over the size of a pool and the router; the second server has two GPUs of another price."""
     price = {"price_usd_hour": 7.0}
     pools = [{}, {"server": {"hardware": price, "cost": {"tensor_parallel": 2}}}]
-    fleet = json.dumps({"pools": pools, "router": {"name": "session_hash", "virtual_nodes": 9}})
+    fleet = json.dumps({"pools": pools, "router": {"virtual_nodes": 9}})
     file = small.with_name("fleet.yaml")
     file.write_text(
         f"scenario: small.yaml\nset: {{fleet: {fleet}}}\naxes:\n  fleet.pools.0.count: [1, 2]\n"
@@ -261,7 +261,7 @@ def test_a_key_names_how_many_drafts_come_true(small: Path, monkeypatch: pytest.
 
 def test_how_many_drafts_come_true_is_an_axis_and_how_many_did_a_metric(small: Path, tmp_path: Path) -> None:
     """Both are columns of the table, and `contrast` finds either by its name."""
-    drafts = "speculation: {method: ngram, k: 2, acceptance: {rate: 0.5}}"
+    drafts = "speculation: {method: ngram, k: 2}"
     file = small.with_name("drafts.yaml")
     file.write_text(
         f"scenario: small.yaml\nset: {{{drafts}}}\naxes:\n  speculation.acceptance: [{{rate: 0}}, {{rate: 1}}]\n"
