@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from cbsim.cli.arguments import Parser
 from cbsim.cli.measured import measure_arguments
 from cbsim.errors import INTERRUPTED
+from cbsim.runs.progress import handled
 from reports.own_engine import serving, started
 
 
@@ -43,8 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(measured, ignore_errors=True)
             line = ["cbsim", "measure", url, "--out", str(measured), "--budget", args.budget, "--yes"]
             client = started(["-m", *line])
+
+            def interrupt(*_: object) -> None:
+                client.kill()  # before it reports that the server, which the terminal may have interrupted, has ended
+                raise KeyboardInterrupt
+
             try:
-                return client.wait()
+                with handled(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    return client.wait()
             finally:
                 client.kill()
                 client.wait()
