@@ -158,7 +158,7 @@ def first_minute(pack: Path) -> Report:
             tables += [each._replace(title=f"{title}: {each.title.lower()}") for each in fit_tables(made)]
             terms = {field: of.model_dump() for field, of in made.terms.items()}
             runs[title] = {"terms": terms, "errors": _errors(made.unseen), "errors_before": _errors(before)}
-            charts.append(replace(chart(made), key=title.replace(", ", "-").replace(" ", "-"), title=title))
+            charts.append(chart(made)._replace(key=title.replace(", ", "-").replace(" ", "-"), title=title))
             _shown(findings[-1])
     findings.append(
         "Terms of the layer profiles, as they were, were chosen with these runs in sight; those of the data sheet not."
