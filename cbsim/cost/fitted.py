@@ -69,8 +69,8 @@ def splits(times: float) -> int:
 
 
 def uneven(decodes: float, context: float, longest: float, unsplit_rows: float) -> float:
-    """Return by how many KV tokens the longest part of a decoding row exceeds an even share of what `unsplit_rows`, the
-    rows that fill the device, have to read: attention ends with its longest part. 0 if that number is unknown.
+    """Return the KV tokens that the longest part of a decoding row has beyond an even share, which is all `context`
+    over the `unsplit_rows` that fill the device: attention ends with its longest part. 0 if that number is unknown.
     """
     times = unsplit_rows / decodes if decodes else 0.0
     return max(0.0, longest / splits(times) - context / unsplit_rows) if times else 0.0

@@ -323,7 +323,7 @@ class Coefficients(Frozen):
     per_decode_row_s: Seconds = 0.0  #: Seconds a decoding request, those that pad a CUDA graph included.
     per_context_token_s: Seconds = 0.0  #: Seconds a cached token read by a decoding request.
     per_uneven_token_s: Seconds = 0.0
-    """Seconds a cached token by which the longest part of a decoding request exceeds an even share of all of them."""
+    """Seconds a cached token of the longest part of a decoding request beyond an even share over `unsplit_rows`."""
     unsplit_rows: Annotated[Real, Field(ge=0)] = 0.0
     """Decoding requests that fill the device: attention splits each of fewer into 2, 4, 8 ... parts. 0: unknown."""
     launch_overlap_s: Seconds = 0.0
